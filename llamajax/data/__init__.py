@@ -1,1 +1,1 @@
-"""Text to batches: sources -> tokenizer -> shards (cached) -> packing -> order -> loader."""
+"""Turns text into batches: sources -> tokenizer -> shards (cached) -> packing -> order -> loader."""

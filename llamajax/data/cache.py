@@ -1,10 +1,9 @@
-"""The cache on disk: entries addressed by what they are made from, that no kill leaves half written and no flipped bit
-changes unseen.
+"""The cache on disk. Entries are addressed by what they are made from; killed processes leave no partial files, and flipped
+bits are always noticed.
 
-An entry is a directory named by a hash of everything its files depend on. Every file is written under a temporary name,
-flushed to the disk and renamed, so a file that is there is whole. Arrays carry checksums that are compared whenever a
-part of them is read. A lock per entry lets one process write it while the others, of this run or of another, wait and
-then read.
+An entry is a directory named by a hash of everything that its files depend on. Every file is written under a temporary name,
+flushed to the disk and renamed, so an existing file is complete. Arrays carry checksums that are verified whenever a part of
+them is read. A lock per entry lets one process write it while other processes, of this run or another, wait and then read.
 """
 
 import contextlib
@@ -24,60 +23,61 @@ from llamajax.disk import may_pass, read_again, write_atomically
 from llamajax.errors import DataError
 
 ALIGNMENT = 64
-"""Bytes that the arrays of a file start at multiples of."""
+"""Alignment of the arrays in a file, in bytes."""
 CHECKSUM_BYTES = 2**13
-"""Bytes of an array that share a checksum: compared within some microseconds where a few of them are wanted."""
+"""Number of bytes of an array per checksum: small enough to verify in microseconds when few of them are needed."""
 
 T = TypeVar("T")
 
 _HEAD_AT = 8 + hashlib.sha256().digest_size
 _HEAD_BYTES = 2**16
-"""Read at once, which is more than most heads have."""
+"""Number of bytes read first, more than most heads have."""
 
 
 class DamagedError(DataError):
-    """A file of the cache is gone, or is not what was written."""
+    """A file of the cache is missing or is not what was written."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path}: {reason}; run again, which makes it again")
+        super().__init__(f"{path}: {reason}; run again to rebuild it")
         self.path = path
         self.reason = reason
 
     def __reduce__(self) -> tuple[type["DamagedError"], tuple[Path, str]]:
-        """Pickled by its arguments, for it may be raised in another process than it is caught in."""
+        """Pickles the arguments, because the error may be raised and caught in different processes."""
         return type(self), (self.path, self.reason)
 
 
 def key_of(*parts: object) -> str:
-    """SHA-256 of the parts, which must be JSON values, in order."""
+    """Returns the SHA-256 of the parts, which must be JSON values, in order."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def hashes_to_array(hashes: Iterable[str]) -> np.ndarray:
-    """uint8 [32 * hashes]: SHA-256 hashes in hexadecimal, one behind the other, for `write_arrays`."""
+    """Returns hexadecimal SHA-256 hashes as concatenated bytes, uint8 [32 * hashes], for `write_arrays`."""
     return np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8)
 
 
 def hashes_of_array(array: np.ndarray) -> list[str]:
-    """The hashes of `hashes_to_array`."""
+    """Returns the hashes in an array of `hashes_to_array`."""
     return [hashed.tobytes().hex() for hashed in array.reshape(-1, hashlib.sha256().digest_size)]
 
 
 class CheckedArray:
-    """A one-dimensional array in a file, of which slices are read: `array[start:end]`.
+    """A one-dimensional array in a file; slices are read on access: `array[start:end]`.
 
-    Every block that a slice touches is compared with its checksum, each time: a disk may give back today what it did not
-    yesterday.
+    Every block that a slice touches is verified by its checksum on every read, because a disk may return other data than
+    before.
     """
 
     def __init__(self, path: Path, at: int, length: int, dtype: np.dtype, checksums: bytes) -> None:
-        """
+        """Stores where the array is.
+
         Args:
             path: the file.
-            at: byte of the file that the array begins at.
-            length: its elements.
-            dtype: of the elements.
-            checksums: the CRC-32 of each block of `CHECKSUM_BYTES`.
+            at: byte of the file where the array begins.
+            length: number of elements.
+            dtype: dtype of the elements.
+            checksums: CRC-32 of each block of `CHECKSUM_BYTES`.
         """
         self.dtype = dtype
         self._path, self._at, self._length = path, at, length
@@ -87,7 +87,7 @@ class CheckedArray:
         return self._length
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The elements, read-only.
+        """Returns the elements, read-only.
 
         Raises:
             DamagedError: they are not what was written.
@@ -114,16 +114,16 @@ class ArrayFile:
     arrays: dict[str, CheckedArray]
     info: dict[str, Any]
     sha256: str
-    """Of what the head says of the arrays, with all checksums: it tells their contents apart without reading them."""
+    """Hash of the head's array layout and checksums, which identifies the arrays' contents without reading them."""
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray], info: dict[str, Any], *, keep: bool = False) -> None:
-    """Writes one-dimensional arrays and a few JSON values to one file, atomically; the same arrays give the same bytes.
+    """Writes one-dimensional arrays and a few JSON values to one file, atomically; equal arrays give equal bytes.
 
-    `keep` is for a file that was not there when the work began: see `write_atomically`.
+    `keep` is for a file that did not exist when the work began: see `write_atomically`.
 
-    The file: the length of the head in 8 bytes, little-endian; the SHA-256 of the head; the head in JSON, with each
-    array's dtype, length and place and the CRC-32 of its blocks; the arrays, each at a multiple of `ALIGNMENT`.
+    File format: the length of the head in 8 bytes, little-endian; the SHA-256 of the head; the head in JSON, with each
+    array's dtype, length and offset and the CRC-32 of its blocks; the arrays, each at a multiple of `ALIGNMENT`.
     """
     layout: dict[str, tuple[str, int, int, str]] = {}
     chunks: list[bytes | memoryview] = []
@@ -146,15 +146,15 @@ def _checksums(content: memoryview) -> bytes:
 
 
 def read_arrays(path: Path) -> ArrayFile:
-    """The arrays, which are read when they are asked for, and the JSON values of a file of `write_arrays`.
+    """Opens a file of `write_arrays`: its arrays, which are read on access, and its JSON values.
 
-    Only its head is read and checked.
+    Only the head is read and verified.
 
     Raises:
-        DamagedError: the file is not there, or its head is not what was written.
+        DamagedError: the file is missing, or its head is not what was written.
         OSError: the disk fails, after several attempts.
     """
-    close(path)  # it may have been made again
+    close(path)  # it may have been rebuilt
     with _unless_gone(path):
         begin = read_part(path, 0, _HEAD_BYTES)
         arrays_at = _HEAD_AT + int.from_bytes(begin[:8], "little")
@@ -175,7 +175,7 @@ def read_arrays(path: Path) -> ArrayFile:
 
 @contextlib.contextmanager
 def _unless_gone(path: Path) -> Iterator[None]:
-    """Turns an error of a file that has to be made again, not one of the disk, into `DamagedError`."""
+    """Turns an error of a file that must be rebuilt, unlike one of the disk, into `DamagedError`."""
     try:
         yield
     except OSError as error:
@@ -185,10 +185,10 @@ def _unless_gone(path: Path) -> Iterator[None]:
 
 
 def repaired(read: Callable[[], T], remake: Callable[[Path], None], remade: set[Path] | None = None) -> T:
-    """What `read` gives, after `remake` has made every damaged file again that either of them came upon.
+    """Returns the result of `read`, after `remake` has rebuilt every damaged file that either of them found.
 
     Raises:
-        DamagedError: a file was damaged again, one of those in `remade` too.
+        DamagedError: a file was damaged again, also one of `remade`.
     """
     remade = set() if remade is None else remade
     while True:
@@ -203,13 +203,13 @@ def repaired(read: Callable[[], T], remake: Callable[[Path], None], remade: set[
 
 
 def write_hashed(path: Path, content: bytes) -> None:
-    """Writes a file that others than this module read, and its hash beside it. The entry's lock must be held."""
+    """Writes a file that other modules read, and its hash beside it. The entry's lock must be held."""
     write_atomically(path, content)
     write_arrays(_hash_beside(path), {}, {"sha256": hashlib.sha256(content).hexdigest()})
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file of `write_hashed` is there and what was written."""
+    """Returns whether a file of `write_hashed` exists and is what was written."""
     try:
         return read_arrays(_hash_beside(path)).info["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     except (DamagedError, FileNotFoundError):
@@ -223,12 +223,12 @@ def _hash_beside(path: Path) -> Path:
 def check_arrays(path: Path) -> None:
     """Reads the whole file of `write_arrays`; raises `DamagedError` if it is not what was written."""
     for array in read_arrays(path).arrays.values():
-        for start in range(0, len(array), CHECKSUM_BYTES):  # elements, so a part of the file at a time
+        for start in range(0, len(array), CHECKSUM_BYTES):  # counts elements, so reads the file in parts
             array[start : start + CHECKSUM_BYTES]
 
 
 def is_intact(path: Path) -> bool:
-    """Whether the whole file of `write_arrays` is there, and is what was written."""
+    """Returns whether the whole file of `write_arrays` exists and is what was written."""
     try:
         check_arrays(path)
     except DamagedError:

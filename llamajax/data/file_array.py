@@ -1,7 +1,7 @@
-"""Arrays in files, of which slices are read when they are asked for.
+"""Arrays in files; slices are read on access.
 
-They are read, not mapped. Where a disk fails under a map, the kernel ends the process with SIGBUS and nobody learns which
-file it was. A read raises an error that names the file, and it can be tried again.
+They are read, not memory-mapped. If a disk fails under a memory map, the kernel ends the process with SIGBUS, and nothing
+reports which file it was. A read raises an error that names the file, and can be retried.
 """
 
 import os
@@ -16,19 +16,20 @@ from llamajax.disk import read_again
 from llamajax.errors import DataError
 
 MAX_OPEN = 128
-"""Files that stay open after a part of them was read, of at most an eighth of the descriptors that the process may have."""
+"""Maximum number of files that stay open after a read, and at most an eighth of the process's limit of descriptors."""
 
 
 class FileArray:
-    """A one-dimensional array in a file, of which slices are read: `array[start:end]`. It holds no file descriptor."""
+    """A one-dimensional array in a file; slices are read on access: `array[start:end]`. It holds no file descriptor."""
 
     def __init__(self, path: Path, dtype: np.dtype, length: int, at: int = 0) -> None:
-        """
+        """Stores where the array is.
+
         Args:
             path: the file.
-            dtype: of the elements.
-            length: how many there are.
-            at: byte of the file that the first one begins at.
+            dtype: dtype of the elements.
+            length: number of elements.
+            at: byte of the file where the first element begins.
         """
         self.path, self.dtype, self._length, self._at = path, dtype, length, at
 
@@ -37,15 +38,15 @@ class FileArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Size of the whole array in bytes."""
         return self._length * self.dtype.itemsize
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The elements, read-only.
+        """Returns the elements, read-only.
 
         Raises:
             DataError: the file has become shorter.
-            OSError: the file cannot be read, after several attempts where the disk fails.
+            OSError: the file cannot be read, after several attempts if the disk fails.
         """
         first, end, step = part.indices(self._length)
         assert step == 1
@@ -57,10 +58,10 @@ class FileArray:
 
 
 def read_part(path: Path, at: int, size: int) -> bytes:
-    """`size` bytes of the file from byte `at` on; fewer where it ends before them. The file may stay open.
+    """Returns `size` bytes of the file from byte `at` on; fewer if the file ends earlier. The file may stay open.
 
     Raises:
-        OSError: it cannot be read, after several attempts where the disk fails.
+        OSError: it cannot be read, after several attempts if the disk fails.
     """
 
     def read() -> bytes:
@@ -71,20 +72,20 @@ def read_part(path: Path, at: int, size: int) -> bytes:
                 pieces.append(os.pread(descriptor.number, missing, at + size - missing))
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
         except OSError as error:
-            close(path)  # a server that has replaced the file, or was away, needs it to be opened anew
+            close(path)  # reopen: a server may have replaced the file or been away
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
 
     return read_again(read)
 
 
 def close(path: Path) -> None:
-    """Lets the next read open the file that has this name then."""
+    """Closes the file, so that the next read opens whatever file has this name then."""
     with _changing:
         _descriptors.pop(path, None)
 
 
 class _Descriptor:
-    """An open file, which is closed when nobody refers to it any more."""
+    """An open file, closed when nothing refers to it any more."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(os.fspath(path), os.O_RDONLY | os.O_CLOEXEC)
@@ -111,4 +112,4 @@ def _most() -> int:
 
 _changing = threading.Lock()
 _descriptors: OrderedDict[Path, _Descriptor] = OrderedDict()
-"""By path, the one that was read last at the end."""
+"""Open files by path, the most recently read last."""

@@ -1,15 +1,16 @@
-"""How much memory a process can still take."""
+"""Measures how much memory a process can still take."""
 
 import re
 from pathlib import Path
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that are free on this machine, and within the control groups (version 2) of this process; None where no system
-    tells it.
+    """Returns the free bytes of this machine within the limits of this process's control groups (version 2), or None.
+
+    None means that the system reports neither.
 
     Args:
-        root: the root of the file system.
+        root: root of the file system.
     """
     known = []
     if (found := _number(root / "proc/meminfo", r"^MemAvailable: +(\d+) kB$")) is not None:

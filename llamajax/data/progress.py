@@ -1,4 +1,4 @@
-"""Whether work gets on, for what watches it, and how far tokenizing is, for people to see."""
+"""Reports whether work makes progress, for watchdogs, and how far tokenizing is, for people."""
 
 import contextlib
 import sys
@@ -12,41 +12,41 @@ import rich.progress
 from llamajax.processes import peers
 
 REPORT_EVERY_S = 10.0
-"""Seconds between lines where there is no terminal to animate."""
+"""Seconds between progress lines without a terminal for the bar."""
 
 _signs = 0
 
 
 def signs() -> int:
-    """Grows while work on data or checkpoints gets on: what watches whether it does compares this with what it was."""
+    """Returns a number that grows while work on data or checkpoints makes progress, for watchdogs to compare."""
     return _signs
 
 
 def gets_on() -> None:
-    """Says that such work gets on; in any thread, as often as one likes."""
+    """Signals that such work makes progress; cheap, and callable from any thread."""
     global _signs
-    _signs += 1  # one that another thread's overwrites is no loss
+    _signs += 1  # losing one to another thread is harmless
 
 
 class Progress(Protocol):
-    """Takes how far the tokenizing of groups of files is."""
+    """Receives the progress of tokenizing groups of files."""
 
     def advance(self, num_documents: int, text_bytes: int, bytes_read: int, num_tokens: int = 0, group: int = 0) -> None:
-        """Counts documents that were tokenized, and how far into the files of the group they reach."""
+        """Counts tokenized documents, and how far they reach into the files of the group."""
         ...
 
     def finish_group(self, num_bytes: int, group: int = 0) -> None:
-        """Counts a whole group as done, whoever did it."""
+        """Counts a whole group as done, by this or another process."""
         ...
 
 
 @contextlib.contextmanager
 def seconds_told(doing: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Logs now and then how long the block, which tells nothing itself, has been computing, and at its end if it did.
+    """Logs at intervals, and at the end of a long block, how long a block without progress reports has been running.
 
     Args:
-        doing: what the lines begin with.
-        log: takes a line, in another thread.
+        doing: beginning of the lines.
+        log: receives a line, in another thread.
     """
     ended, started = threading.Event(), time.monotonic()
 
@@ -56,7 +56,7 @@ def seconds_told(doing: str, log: Callable[[str], None]) -> Iterator[None]:
     def tell() -> None:
         used = time.process_time()
         while not ended.wait(REPORT_EVERY_S):
-            if time.process_time() - used > REPORT_EVERY_S / 10:  # it hangs if it does not compute
+            if time.process_time() - used > REPORT_EVERY_S / 10:  # without computing, it hangs
                 gets_on()
             used = time.process_time()
             log(f"{doing}: {seconds()} so far")
@@ -73,11 +73,11 @@ def seconds_told(doing: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 _DONE = {"tokenizing": "tokenized", "hashing": "hashed", "checking": "checked", "sampling": ""}
-"""The word that the last line begins with; empty if the next step reports the result."""
+"""First word of the last line; empty if the next step reports the result."""
 
 
 class TokenizingProgress:
-    """Shows how tokenizing goes, or other work on bytes: a moving bar on a terminal, now and then a line elsewhere."""
+    """Shows the progress of tokenizing or other work on bytes: a bar on a terminal, otherwise a line at intervals."""
 
     def __init__(
         self,
@@ -88,12 +88,20 @@ class TokenizingProgress:
         by: str = "",
         doing: Literal["tokenizing", "hashing", "checking", "sampling"] = "tokenizing",
     ) -> None:
-        """Takes the size of all groups, what takes a line, who works, if that is to be told, and what is done."""
+        """Prepares the bar.
+
+        Args:
+            total_bytes: size of all groups.
+            log: receives a line.
+            animate: whether to show the bar on a terminal.
+            by: suffix of the speed that names the workers, if any.
+            doing: kind of work.
+        """
         self._total_bytes = total_bytes
         self._log, self._by = log, by
         self._doing, self._done, self._of_bytes = doing, _DONE[doing], doing in ("hashing", "checking")
         self.text_bytes = 0
-        """Of the documents so far, in UTF-8."""
+        """Number of UTF-8 bytes of the documents so far."""
         self._finished_bytes = self._documents = self._tokens = 0
         self._read_bytes: dict[int, int] = {}
         self._started = self._reported = time.monotonic()

@@ -34,7 +34,7 @@ def test_arrays_come_back_from_the_file(tmp_path):
 
 
 def test_a_file_that_is_gone_is_named(tmp_path):
-    with pytest.raises(cache.DamagedError, match=rf"{tmp_path}/a: .*No such file or directory.*; run again, which makes it"):
+    with pytest.raises(cache.DamagedError, match=rf"{tmp_path}/a: .*No such file or directory.*; run again to rebuild it"):
         cache.read_arrays(tmp_path / "a")
 
 
@@ -51,7 +51,7 @@ def test_a_file_that_is_cut_or_replaced_is_damaged(tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:100], whole[:9], whole[:3], b"", whole + b"\0", b"\xff" * len(whole)):
         path.write_bytes(damaged)
-        with pytest.raises(cache.DamagedError, match=f"{path}: is damaged; run again, which makes it again"):
+        with pytest.raises(cache.DamagedError, match=f"{path}: is damaged; run again to rebuild it"):
             cache.read_arrays(path)
 
 
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_is_not_kept_full(tmp_path):
 def test_damage_is_told_across_processes():
     error = pickle.loads(pickle.dumps(cache.DamagedError(Path("a/b"), "is damaged")))
     assert (type(error), error.path, error.reason) == (cache.DamagedError, Path("a/b"), "is damaged")
-    assert str(error) == "a/b: is damaged; run again, which makes it again"
+    assert str(error) == "a/b: is damaged; run again to rebuild it"
 
 
 @pytest.mark.parametrize("call", ["open", "pread"])

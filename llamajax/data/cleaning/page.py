@@ -128,7 +128,7 @@ def _near(told: dict[str, Any]) -> str:
     bars = [count / most for count in histogram if count]
     words = (
         f"{near['candidates']:,} candidate pairs from {settings['num_permutations']} minima; {sum(histogram):,} were"
-        f" measured, the others were connected already; {near['clusters']:,} clusters at {settings['threshold']} or more"
+        f" measured, the others were connected before; {near['clusters']:,} clusters at {settings['threshold']} or more"
     )
     return f"<h2>Similarity of candidates</h2><p>{words}</p>{_table(['Jaccard similarity', 'pairs'], rows, bars)}"
 

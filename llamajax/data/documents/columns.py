@@ -252,11 +252,11 @@ def shards_of(folder: Path) -> list[Path]:
         state = _json(folder / "state.json")
     except FileNotFoundError:
         raise NotReadableError(
-            f"is no directory of Dataset.save_to_disk, it has no state.json; name its files, for example {folder}/*.arrow"
+            f"was not written by Dataset.save_to_disk: it has no state.json; name its files, for example {folder}/*.arrow"
         ) from None
     if any(state[key] for key in state if key.startswith("_indices")):
         raise NotReadableError(
-            "has its rows in another order than its files, by a list of indices; save it again after flatten_indices()"
+            "has its rows in another order than its files, given by indices; save it again after flatten_indices()"
         )
     try:
         return [folder / Path(file["filename"]).name for file in state["_data_files"]]

@@ -22,7 +22,7 @@ class Span(NamedTuple):
     start: int
     """First byte of the span."""
     end: int
-    """First byte behind the span."""
+    """First byte after the span."""
 
 
 class Place(NamedTuple):

@@ -263,10 +263,10 @@ class _Failure(NamedTuple):
             reason = f"HTTP {self.status} {http.HTTPStatus(self.status).phrase if known else ''}".rstrip()
         if self.may_pass:
             tries = f"{len(PAUSES_S) + 1} times"
-            remedy = "see to network and server and run the same command again"
+            remedy = "check the network and the server, and run the same command again"
             return DiskError(f"{where}: cannot be fetched: {reason}, {tries}; {remedy}")
         if self.status in (401, 403) or isinstance(self.cause, PermissionError):
-            remedy = "see to your credentials for this store, or correct the path"
+            remedy = "check your credentials for this store, or correct the path"
             return DataError(f"{where}: may not be read: {reason}; {remedy}")
         if self.status in (404, 410) or isinstance(self.cause, FileNotFoundError):
             return DataError(f"{where}: does not exist; correct or remove the path")

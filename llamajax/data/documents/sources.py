@@ -165,7 +165,7 @@ def _matches(format: Format, pattern: str, folders: list[Path], others: list[Pur
                 (beside if match != path and match.is_dir() else matches).append(match)
     if not matches and beside:
         raise DataError(
-            f"{format.key}.paths: {pattern!r} matches directories alone, such as {beside[0]}; write {pattern + '/**'!r}"
+            f"{format.key}.paths: {pattern!r} matches only directories, such as {beside[0]}; write {pattern + '/**'!r}"
         )
     if not matches:
         raise DataError(f"{format.key}.paths: {pattern!r} matches no file; correct it or remove it")

@@ -39,8 +39,8 @@ def learnt_mark(message: Mapping[str, object], where: str) -> bool | None:
         message: a message of a conversation, or a part of its content.
         where: place of the message in error messages, with a trailing dot.
 
-        Raises:
-            ValueError: `field: rule; remedy`, if a mark is not supported, or two marks contradict each other.
+    Raises:
+        ValueError: `field: rule; remedy`, if a mark is not supported, or two marks contradict each other.
     """
     found: dict[str, bool] = {}
     for key, value in message.items():

@@ -1,4 +1,4 @@
-"""From a configuration to rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
+"""Turns a configuration into rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,64 +28,64 @@ _ROWS_LOOKED_AT = 64
 
 @dataclass(frozen=True)
 class Dataset:
-    """Everything a run reads; of its stages the first one, or that of `of_stage`."""
+    """Everything that a run reads, as seen in one stage: the first one, or the one chosen by `of_stage`."""
 
     tokenizer: Tokenizer
-    """Text to ids and back."""
+    """Tokenizer of the documents."""
     rows: StageRows
-    """What it reads in this stage."""
+    """Rows of this stage."""
     stages: tuple[StageRows, ...]
-    """And in each of them."""
+    """Rows of each stage."""
     sources: tuple[SourceConfig, ...]
-    """What rows are made of: the configuration's sources, or, with `data.cleaning`, what it leaves of them."""
+    """Sources that rows are made of: the configuration's, or what `data.cleaning` leaves of them."""
     summary: tuple[str, ...]
-    """What the sources hold, a line each."""
+    """Contents of the sources, one line each."""
     fingerprint: str
-    """Hash of all that decides the rows of the first stage, except the seed: tokenizer, documents, packing, split and
+    """Hash of everything that decides the rows of the first stage, except the seed: tokenizer, documents, packing, split and
     weights."""
     stage_fingerprints: tuple[tuple[int, str], ...]
-    """Of each later one: finished steps after which it begins, and the hash of all that decides the rows up to its end."""
+    """For each later stage, the finished steps at its begin, and the hash of everything that decides the rows to its end."""
     content: str
     """Hash of the contents of the cached files that rows are read from."""
     passes: Passes
-    """How often the run goes through its sources."""
+    """Number of passes of the run through its sources."""
     keys: tuple[str, ...]
-    """Of these."""
+    """Configuration keys of the sources."""
     held_out_of_sources: tuple[Sequence[Row], ...]
-    """Held-out rows of each of them, in order, as long as those of the first stage."""
+    """Held-out rows of each source, in order, of the first stage's length."""
     files: dict[str, bytes]
-    """Name and content of what is to be kept with a checkpoint: the tokenizer's files and, if there are conversations,
+    """Content by name of the files to be stored with a checkpoint: the tokenizer's files and, if there are conversations,
     chat_template.jinja."""
     template_sha256: str | None
     """Hash of the chat template; None without conversations."""
 
     @property
     def held_out_rows(self) -> Sequence[Row]:
-        """Rows of documents that are never trained on, in an order that is always the same; may be empty."""
+        """Rows of documents that are never trained on, in a fixed order; may be empty."""
         return self.rows.held_out_rows
 
     def of_stage(self, number: int) -> "Dataset":
-        """The same as it is read in a stage, counted from 0: training and held-out rows of that one's length."""
+        """Returns the dataset as seen in a stage, counted from 0: training and held-out rows of its length."""
         return replace(self, rows=self.stages[number])
 
     def of_source(self, index: int) -> "Dataset":
-        """The same with the held-out rows of one source alone."""
+        """Returns the dataset with the held-out rows of one source alone."""
         return replace(self, rows=replace(self.rows, held_out_rows=self.held_out_of_sources[index]))
 
     def epochs(self, step: int, passed_over: Sequence[PassedOver] = ()) -> dict[str, float]:
-        """How often the first `step` steps go through each source, by its key; see `Passes.after`."""
+        """Returns how often the first `step` steps go through each source, by its key; see `Passes.after`."""
         return dict(zip(self.keys, self.passes.after(step, passed_over), strict=True))
 
     def mean_keys(self, window: int | None) -> float:
-        """Tokens before a token in its document, or those that a window leaves, on average over the first rows."""
+        """Returns the mean number of tokens before a token in its document, limited by the window, over the first rows."""
         places = [self._place(self.rows.first_row + number) for number in range(_ROWS_LOOKED_AT)]
         pairs = np.concatenate([place.pairs_of_documents() for place in places]).astype(np.int64)
-        whole = pairs if window is None else np.minimum(pairs, window + 1)  # each token of them has one key more
+        whole = pairs if window is None else np.minimum(pairs, window + 1)  # each token has one more key than the one before
         keys = whole * (whole - 1) // 2 + (pairs - whole) * (window or 0)
         return float(keys.sum() / sum(place.packed.seq_len for place in places))
 
     def train_row(self, position: int) -> Row:
-        """The row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
+        """Returns the row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
         return self._place(position).row()
 
     def _place(self, position: int) -> RowPlace:
@@ -102,19 +102,19 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     run: MapTasks = map,
 ) -> Dataset:
-    """Makes the data of a run ready, reusing all that the cache holds; every process of a run may call it at once.
+    """Prepares the data of a run, reusing everything in the cache; all processes of a run may call this at once.
 
     Args:
-        config: the run.
-        log: takes a line for people to read.
-        log_work: takes a line about what only this process of the run may be doing; default: `log`.
-        tokenizer: of the model that training starts from; the one that `data.tokenizer.path` names must be the same.
-        run: cleans and packs documents by calling functions for parts of them, as `map` does, perhaps in other processes.
+        config: configuration of the run.
+        log: receives a line.
+        log_work: receives lines about work that only this process of the run may do; default: `log`.
+        tokenizer: tokenizer of the model that training starts from; `data.tokenizer.path` must name the same one.
+        run: cleans and packs documents by calling functions for parts of them, as `map` does, possibly in other processes.
 
     Raises:
-        ConfigError: the tokenizer does not fit the model, or there is no chat template for conversations.
+        ConfigError: the tokenizer does not fit the model, or conversations lack a chat template.
         DataError: a source, tokenizer, template or cache cannot be read, or there is nothing to train on.
-        DiskError: the disk fails, or is full.
+        DiskError: the disk fails or is full.
     """
     cache_dir = Path(config.data.cache_dir).expanduser()
     try:
@@ -178,7 +178,7 @@ def _prepare(
 
 
 def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:
-    """The held-out rows of all sources, of one length, mixed.
+    """Returns the held-out rows of all sources, of one length, mixed.
 
     Raises:
         DataError: there are none to evaluate on.
@@ -191,14 +191,14 @@ def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:
         within = f"data.seq_len={seq_len}" if seq_len == config.data.seq_len else f"data.stages' {seq_len} tokens"
         why = f" within {within} ({too_long:,} are longer)" if too_long else ""
         raise DataError(
-            f"data.held_out_fraction: {share} of the documents is none{why}; raise it, add documents,"
+            f"data.held_out_fraction: {share} holds out no document{why}; raise it, add documents,"
             " or set train.eval_batches=0 to train without evaluation"
         )
     return cast(Sequence[Row], rows.shuffle(seed=0))
 
 
 def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
-    """Says what is left out of a source, and raises `DataError` if that is more than its configuration allows."""
+    """Logs how many bad records of a source are left out; raises `DataError` if there are more than allowed."""
     bad, source = packed.tokens.counts.bad, packed.source
     if bad > source.config.max_bad_records:
         raise source.too_many_bad(packed.tokens.counts.first_bad)
@@ -207,7 +207,7 @@ def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
 
 
 def _check_rows(packed: PackedSource, of_row: str) -> None:
-    """Raises `DataError`, with the cause, if a source has nothing to train on; `of_row` says what sets its length."""
+    """Raises `DataError`, with the cause, if a source has nothing to train on; `of_row` names what sets the row length."""
     if packed.num_rows(TRAIN):
         return
     key, num_documents = f"{packed.source.key}.paths", packed.tokens.counts.documents
@@ -225,7 +225,7 @@ def _check_rows(packed: PackedSource, of_row: str) -> None:
 
 
 def _describe(packed: PackedSource) -> str:
-    """What is in a source, in a line, and which conversations were too long for the rows."""
+    """Returns a line about a source's content and its conversations that are too long for the rows."""
     source, counts, seq_len, num_rows = packed.source, packed.tokens.counts, packed.seq_len, packed.num_rows(TRAIN)
     skipped = f" ({counts.empty:,} empty ones skipped)" if counts.empty else ""
     full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
@@ -248,7 +248,7 @@ def _describe(packed: PackedSource) -> str:
 
 
 def _describe_rows(packed: PackedSource) -> str:
-    """What a source is in the rows of a later stage, in a line."""
+    """Returns a line about a source's rows in a later stage."""
     seq_len, left_out = packed.seq_len, sum(packed.num_left_out(side) for side in SIDES)
     return (
         f"data       {packed.source.key} in rows of {seq_len:,} tokens: {packed.num_rows(TRAIN):,}"

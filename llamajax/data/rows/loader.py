@@ -1,4 +1,4 @@
-"""Rows to the devices: batches as global arrays, those of training prepared ahead in the background."""
+"""Loads rows onto the devices: batches as global arrays; training batches are prepared ahead in the background."""
 
 import time
 from collections import deque
@@ -17,17 +17,17 @@ from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids
 
 
 class Loader:
-    """Gives `(step, batch)` for `start_step`, `start_step + 1` and so on, without end.
+    """Yields `(step, batch)` for `start_step`, `start_step + 1` and so on, without end.
 
-    Row i of micro-batch a of step s is the dataset's row `next_row(s) + a * (global_batch_size / grad_accum_steps) + i`,
-    whatever the mesh, with `next_row` of `llamajax.data.rows.position`; both are those of the stage that the step is of. A
-    thread prepares `data.prefetch_steps` batches ahead, also beyond the end of a stage; what goes wrong in it is raised by
-    `next`. Use it as a context manager, or call `close`.
+    Row i of micro-batch a of step s is the dataset's row `next_row(s) + a * (global_batch_size / grad_accum_steps) + i` on
+    any mesh, with `next_row` of `llamajax.data.rows.position` and the rows of the step's stage. A thread prepares
+    `data.prefetch_steps` batches ahead, also beyond the end of a stage; `next` raises its errors. Use the loader as a
+    context manager, or call `close`.
     """
 
     def __init__(self, dataset: Dataset, config: Config, start_step: int, passed_over: Sequence[PassedOver] = ()) -> None:
         self.wait_s = 0.0
-        """Seconds that the last `next` had to wait for its batch."""
+        """Seconds that the last `next` waited for its batch."""
         later = range(1, 1 + len(config.data.stages))
         self._datasets = [dataset, *(dataset.of_stage(number) for number in later)]
         self._config, self._passed_over = config, passed_over
@@ -56,7 +56,7 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread, after the batch it is working on."""
+        """Ends the thread after the batch that it is working on."""
         self._thread.shutdown(cancel_futures=True)
         self._ahead.clear()
 
@@ -77,9 +77,9 @@ class Loader:
 
 
 def held_out_batches(dataset: Dataset, config: Config, num_rows: int) -> Iterator[Batch]:
-    """The first `num_rows` held-out rows, or all there are, in batches of one micro-batch [1, B, T].
+    """Yields the first `num_rows` held-out rows, or all of them, in batches of one micro-batch [1, B, T].
 
-    The last batch is filled up with rows that have no targets. There is none if nothing is held out.
+    The last batch is filled up with rows without targets. Nothing is yielded if nothing is held out.
     """
     rows, seq_len = dataset.held_out_rows, config.data.seq_len
     size, sharding = config.train.micro_batch_size, batch_sharding()
@@ -95,16 +95,16 @@ def held_out_batches(dataset: Dataset, config: Config, num_rows: int) -> Iterato
 def make_batch(
     row: Callable[[int, int], Row], shape: tuple[int, int, int], sharding: jax.NamedSharding, vocab_size: int
 ) -> Batch:
-    """The batch whose row i of micro-batch a is `row(a, i)`; only rows that this process's devices hold are asked for.
+    """Returns the batch with `row(a, i)` as row i of micro-batch a; reads only the rows on this process's devices.
 
     Raises:
-        DataError: a row has ids that the model has no embedding for.
+        DataError: a row has ids outside the model's vocabulary.
     """
     wanted: set[int] = set()
     for index in sharding.addressable_devices_indices_map(shape).values():
         assert index is not None
         wanted.update(range(*index[1].indices(shape[1])))
-    # Arrays of the whole batch, of which only the wanted rows are ever touched, and so ever take memory.
+    # Arrays of the whole batch. Only the wanted rows are ever touched, so only these take memory.
     local = {name: np.empty(shape, np.int32) for name in FIELDS}
     for a in range(shape[0]):
         for i in sorted(wanted):

@@ -1,8 +1,8 @@
-"""Documents packed into rows of equal length, nothing lost and nothing mixed.
+"""Packs documents into rows of equal length without losing tokens or mixing documents.
 
-A document of n tokens gives n - 1 pairs of a token and the token after it. Pairs that fill whole rows are cut off its
-front; the rest shares a row with the rests of other documents, chosen by best fit in decreasing length (Johnson 1973;
-for language models: Ding et al., arXiv:2404.10830). Rows depend on the documents and `seq_len` only, never on a seed.
+A document of n tokens has n - 1 pairs of a token and its next token. Pairs that fill whole rows are cut off its front. The
+rest shares a row with the rests of other documents, chosen by best fit in decreasing length (Johnson 1973; for language
+models: Ding et al., arXiv:2404.10830). Rows depend only on the documents and `seq_len`, never on a seed.
 """
 
 from collections.abc import Sequence
@@ -14,37 +14,37 @@ from jaxtyping import Bool, Int32, Int64, Integer
 from llamajax.step.batch import IGNORE
 
 WINDOW = 2**17
-"""Documents that are packed together: enough to fill rows, few enough to keep neighbours near each other on the disk."""
+"""Number of documents packed together: enough to fill rows, few enough to keep rows local on the disk."""
 
 Row = dict[str, Int32[np.ndarray, "T"]]
-"""`tokens`; `targets`, `IGNORE` where none is to be learnt; `segment_ids`, the documents counted from 1 and 0 for padding;
-`positions`, from 0 in every segment."""
+"""A row with `tokens`; `targets`, which are `IGNORE` where nothing is trained; `segment_ids`, which count documents from 1
+and are 0 for padding; and `positions`, which start at 0 in every segment."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which stretch of which document lies in which row.
+    """Assignment of stretches of documents to rows.
 
     Piece p has the `lengths[p]` pairs that start with token `starts[p]`; row r holds pieces `rows[r]` to `rows[r + 1]`.
     """
 
     rows: Int64[np.ndarray, "ends"]
-    """One more than there are rows."""
+    """First piece of each row, then the number of pieces."""
     starts: Int64[np.ndarray, "pieces"]
-    """Place of the piece's first token among all tokens."""
+    """Index of each piece's first token among all tokens."""
     lengths: Int32[np.ndarray, "pieces"]
-    """At most `seq_len`."""
+    """Number of pairs of each piece, at most `seq_len`."""
 
     def __len__(self) -> int:
         return len(self.rows) - 1
 
 
 def pack(starts: Int64[np.ndarray, "documents"], lengths: Int64[np.ndarray, "documents"], seq_len: int) -> Packing:
-    """Packs documents into as few rows as best fit needs, `WINDOW` documents at a time.
+    """Packs documents with best fit into few rows, `WINDOW` documents at a time.
 
     Args:
-        starts: place of each document's first token among all tokens.
-        lengths: tokens of each document, at least 2.
+        starts: index of each document's first token among all tokens.
+        lengths: number of tokens of each document, at least 2.
         seq_len: pairs per row.
     """
     windows = [
@@ -78,18 +78,18 @@ def _pack_window(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packi
 
 
 def _group_starts(sorted_groups: np.ndarray) -> np.ndarray:
-    """Where each of the groups 0, 1, ... begins in the sorted list of group numbers, and its end."""
+    """Returns where each of the groups 0, 1, ... begins in the sorted list of group numbers, and where the last one ends."""
     num_groups = int(sorted_groups[-1]) + 1 if len(sorted_groups) else 0
     return np.searchsorted(sorted_groups, np.arange(num_groups + 1))
 
 
 def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each piece, int64: longest piece first, each into the fullest row that has room, of such rows into the one
-    that came to be so full last.
+    """Returns the row of each piece, int64: longest piece first, each into the fullest row that has room; of equally full
+    rows, into the one that reached this size last.
 
-    Pieces of one length go together: the row that has just taken one is the fullest with room for the next, until it has
-    none, so that whole rows are dealt with at a time. Rows are kept by their free space, and the spaces that occur as the
-    bits of one integer, so that the smallest space that is large enough is a shift and a lowest set bit away.
+    Pieces of equal length are placed together: the row that just took one is the fullest with room for the next, until it is
+    full, so whole rows are filled at a time. Rows are grouped by free space, and the spaces that occur are the bits of one
+    integer, so the smallest sufficient space is found by a shift and the lowest set bit.
     """
     rows_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     spaces = 0
@@ -128,9 +128,9 @@ def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def fill_row(pieces: Sequence[Integer[np.ndarray, "_"]], seq_len: int, learnt: Sequence[Bool[np.ndarray, "_"]] = ()) -> Row:
-    """A row of the given stretches of tokens; each has one token more than it takes positions: the last target.
+    """Builds a row from stretches of tokens; each has one more token than positions in the row, its last target.
 
-    `learnt` has the stretches' targets that count, one less than tokens each; without it all do.
+    `learnt` says which targets of each stretch are trained on, one entry fewer than tokens; without it all are.
     """
     row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
     row["targets"].fill(IGNORE)

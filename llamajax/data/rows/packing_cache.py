@@ -1,7 +1,7 @@
-"""Packings in the cache: made and read a chunk of documents at a time, whatever their number.
+"""Stores packings in the cache, made and read in chunks of documents, however many there are.
 
-The documents of each side of the split are packed `CHUNK_WINDOWS` windows at a time into a file of its own; a small index
-has the totals, and where each chunk begins, so that chunks are made independently of each other and made again alone.
+The documents of each side of the split are packed in chunks of `CHUNK_WINDOWS` windows, one file per chunk. A small index
+has the totals and the start of each chunk, so that chunks are made, and rebuilt, independently of each other.
 """
 
 import functools
@@ -21,44 +21,44 @@ from llamajax.data.tasks import MapTasks
 from llamajax.data.tokens.stores import SIDES, TokenStore
 
 CHUNK_WINDOWS = 8
-"""Windows of documents per file: a million documents, some twenty megabytes."""
+"""Number of windows of documents per file: a million documents, about twenty megabytes."""
 COUNTED_PARTS = 64
-"""Parts whose documents are counted by one call."""
+"""Number of parts counted by one call."""
 MAX_KNOWN_CHUNKS = 2**10
-"""Chunks whose heads stay in memory after a row was read from them."""
+"""Maximum number of chunk heads that stay in memory after a row was read from them."""
 
 _FOLDER = "packing-3"
-"""Says how packings are written; the name of an entry says which rows they hold."""
+"""Folder name with the version of the format; the name of an entry identifies its rows."""
 
 
 class Totals(NamedTuple):
-    """What is counted of one side of the split."""
+    """Counts of one side of the split."""
 
     documents: int
-    """Those that give rows."""
+    """Number of documents that become rows."""
     cut: int
-    """Conversations of which only the beginning is within a row."""
+    """Number of conversations that exceed a row, so that only their beginning is used."""
     left_out: int
-    """Conversations without an answer within a row."""
+    """Number of conversations without an answer within a row."""
     moved: int
-    """Documents that an earlier rule had on the other side."""
+    """Number of documents that an earlier rule put on the other side."""
 
 
 class Packings:
-    """How the documents of a store are packed into rows of `seq_len` tokens."""
+    """Packings of a store's documents into rows of `seq_len` tokens."""
 
     def __init__(self, store: TokenStore, seq_len: int, key: str, cache_dir: Path) -> None:
-        """Names the entry of the cache; `key` says which rows it holds."""
+        """Sets the entry of the cache; `key` identifies its rows."""
         self._store, self._seq_len = store, seq_len
         self.entry = cache_dir / _FOLDER / key
         self._path = self.entry / "index"
 
     def is_there(self) -> bool:
-        """Whether they have been made."""
+        """Returns whether the packings have been made."""
         return self._path.exists()
 
     def make(self, run: MapTasks = map) -> None:
-        """Makes them, unless they are there.
+        """Makes the packings unless they exist.
 
         Raises:
             DamagedError: a shard is damaged.
@@ -71,7 +71,7 @@ class Packings:
                 self._make(run)
 
     def remake(self, damaged: Path, log: Callable[[str], None]) -> None:
-        """Makes one of the files again, unless another process did; errors as of `make`."""
+        """Rebuilds one of the files, unless another process did; raises the errors of `make`."""
         read_again()
         with disk.locked(self.entry):
             try:
@@ -86,10 +86,10 @@ class Packings:
                 _pack(next(chunk for chunk in itertools.chain.from_iterable(of_sides) if chunk.path == damaged))
 
     def read(self) -> "PackingIndex":
-        """The totals of all that was made.
+        """Returns the totals of the packings.
 
         Raises:
-            DamagedError: they are damaged.
+            DamagedError: the index is damaged.
         """
         return PackingIndex(self._path)
 
@@ -115,7 +115,7 @@ class Packings:
         return np.concatenate([np.zeros((0, len(SIDES), len(Totals._fields)), np.int64), *counts])
 
     def _known_chunks(self, side: int) -> list["_Chunk"]:
-        """Those of a side, as the index knows where they begin."""
+        """Returns the chunks of a side, starting where the index says."""
         arrays = cache.read_arrays(self._path).arrays
         begins = zip(arrays[f"{SIDES[side]}_first_part"][:], arrays[f"{SIDES[side]}_passed_over"][:], strict=True)
         return [self._chunk(side, number, int(part), int(over)) for number, (part, over) in enumerate(begins)]
@@ -136,35 +136,35 @@ class Packings:
 
 
 class PackingIndex:
-    """The totals of packings, and their rows."""
+    """Totals of packings, and access to their rows."""
 
     def __init__(self, path: Path) -> None:
         """Reads the index.
 
         Raises:
-            DamagedError: it is not there, or damaged.
+            DamagedError: it is missing or damaged.
         """
         file = cache.read_arrays(path)
         self.sha256 = file.sha256
-        """Tells contents apart."""
+        """Hash that identifies the content."""
         self._entry = path.parent
         self._info = file.info
         self._ends = [np.cumsum([0, *file.arrays[f"{side}_rows"][:]]) for side in SIDES]
 
     def num_rows(self, side: int) -> int:
-        """Rows on this side of the split."""
+        """Returns the number of rows on this side of the split."""
         return int(self._ends[side][-1])
 
     def num_targets(self, side: int) -> int:
-        """Targets in these rows."""
+        """Returns the number of targets in these rows."""
         return self._info[SIDES[side]]["targets"]
 
     def totals(self, side: int) -> Totals:
-        """What else was counted on it."""
+        """Returns the other counts of this side."""
         return Totals(*(self._info[SIDES[side]][name] for name in Totals._fields))
 
     def pieces(self, side: int, row: int) -> tuple[Int64[np.ndarray, "pieces"], Int32[np.ndarray, "pieces"]]:
-        """Where the stretches of a row start among all tokens of the source, and how many pairs they have.
+        """Returns where the stretches of a row start among all tokens of the source, and how many pairs they have.
 
         Raises:
             DamagedError: the chunk is damaged.
@@ -178,12 +178,12 @@ class PackingIndex:
 
 
 def chunk_path(entry: Path, side: int, number: int) -> Path:
-    """The file of a chunk."""
+    """Returns the path of a chunk."""
     return entry / f"{SIDES[side]}-{number:06d}.packing"
 
 
 def read_again() -> None:
-    """Forgets the heads of chunks, after one was made again."""
+    """Drops the cached heads of chunks, after one was rebuilt."""
     _chunk.cache_clear()
 
 
@@ -194,7 +194,7 @@ def _chunk(path: Path) -> cache.ArrayFile:
 
 @dataclass(frozen=True)
 class _Count:
-    """Parts whose documents are to be counted."""
+    """Parts to count documents in."""
 
     store: TokenStore
     seq_len: int
@@ -213,7 +213,7 @@ def _count(task: _Count) -> Int64[np.ndarray, "parts sides totals"]:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Documents to be packed: `size` of one side at most, from a part on, but for the first ones there."""
+    """Documents to pack: at most `size` of one side, from a part on, without the first ones there."""
 
     store: TokenStore
     seq_len: int

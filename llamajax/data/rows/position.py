@@ -1,4 +1,4 @@
-"""Which training rows a step takes: a function of its number and of the rows that the run has passed over."""
+"""Maps a step to its training rows, a function of its number and of the rows that the run has passed over."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PassedOver:
-    """Training rows that led to a bad step, which the run does not take when it goes on from before that."""
+    """Training rows that led to a bad step; the run skips them when it continues from an earlier step."""
 
     after_step: int
-    """Finished steps where the run went on; the rows that come next are those passed over."""
+    """Number of finished steps from which the run continued; the rows that come next are passed over."""
     first_row: int
-    """The position of the first of them."""
+    """Position of the first row passed over."""
     num_rows: int
-    """How many they are; the step after `after_step` begins behind them."""
+    """Number of rows passed over; the step after `after_step` begins after them."""
     reason: str
-    """What went wrong, in one line."""
+    """Cause, in one line."""
     time: float
-    """When, in seconds since 1970."""
+    """Time of the decision, in seconds since 1970."""
 
 
 def next_row(step: int, global_batch_size: int, passed_over: Sequence[PassedOver]) -> int:
-    """The position of the first row that is taken after `step` finished steps.
+    """Returns the position of the first row after `step` finished steps.
 
     Args:
-        step: finished steps.
+        step: number of finished steps.
         global_batch_size: rows per step.
-        passed_over: in the order in which it happened. One that goes on from an earlier step than those before it began
-            with the rows there, so that it holds in their place.
+        passed_over: windows in the order of their occurrence. One that continues from an earlier step than previous ones
+            supersedes them.
     """
     for window in reversed(passed_over):
         if window.after_step <= step:
@@ -36,7 +36,8 @@ def next_row(step: int, global_batch_size: int, passed_over: Sequence[PassedOver
 
 
 def is_left_behind(step: int, num_known: int, passed_over: Sequence[PassedOver]) -> bool:
-    """Whether the run has gone back to an earlier step since a state after `step` was saved, which knew of the first
-    `num_known` rows passed over.
+    """Returns whether the run has gone back to an earlier step since a state after `step` was saved.
+
+    That state recorded the first `num_known` windows passed over.
     """
     return any(step > window.after_step for window in passed_over[num_known:])

@@ -1,4 +1,4 @@
-"""Rows of a source from its tokens and their packing in the cache; what is found damaged there is made again."""
+"""Builds the rows of a source from its tokens and its packing in the cache; damaged files are rebuilt."""
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ _SPLIT, _SPACE_SIGNS = "split-2", "space-2"
 
 
 class PackedSource:
-    """The rows of one source, of both sides of the split."""
+    """Rows of one source, on both sides of the split."""
 
     def __init__(
         self, tokens: SourceTokens, cache_dir: Path, seq_len: int, log: Callable[[str], None], run: MapTasks = map
     ) -> None:
-        """Packs the documents, if that has not been done, by calls of `run`.
+        """Packs the documents by calls of `run`, unless already done.
 
         Raises:
-            DataError: the cache cannot be read and what is damaged not be made again.
+            DataError: the cache cannot be read, and a damaged file cannot be rebuilt.
         """
         self.tokens, self.source, self.seq_len = tokens, tokens.source, seq_len
         self._cache_dir, self._log = cache_dir, log
@@ -42,50 +42,53 @@ class PackedSource:
         moved = any(self._packing.totals(side).moved for side in range(len(SIDES)))
         other_rules = [_SPLIT] * moved + [_SPACE_SIGNS] * bool(tokens.counts.space_signs)
         self.rows_key = cache.key_of(key, *other_rules) if other_rules else key
-        """Hash of all that decides the rows: files, tokenizer, split and length of the rows. Rules that came later are in
-        it where they change a row, so that a run goes on wherever its rows are the same."""
+        """Hash of everything that decides the rows: files, tokenizer, split and row length.
+
+        Rules that were added later are included only if they change a row, so that a run continues wherever its rows are
+        equal.
+        """
 
     @property
     def content(self) -> list[str]:
-        """What tells the contents of the cached files apart."""
+        """Hashes that identify the contents of the cached files."""
         return [*self.tokens.content, self._packing.sha256]
 
     @property
     def num_cut(self) -> int:
-        """Conversations of which only the beginning is within a row."""
+        """Number of conversations that exceed a row, so that only their beginning is used."""
         return sum(self._packing.totals(side).cut for side in range(len(SIDES)))
 
     def num_left_out(self, side: str) -> int:
-        """Conversations without an answer within a row."""
+        """Returns the number of conversations without an answer within a row."""
         return self._packing.totals(SIDES.index(side)).left_out
 
     def num_rows(self, side: str) -> int:
-        """Rows on this side of the split."""
+        """Returns the number of rows on this side of the split."""
         return self._packing.num_rows(SIDES.index(side))
 
     def num_targets(self, side: str) -> int:
-        """Targets in these rows."""
+        """Returns the number of targets in these rows."""
         return self._packing.num_targets(SIDES.index(side))
 
     @property
     def train_places(self) -> "RowPlaces":
-        """The rows to train on, as places."""
+        """Training rows, as places."""
         return RowPlaces(self, TRAIN)
 
     @property
     def held_out_rows(self) -> "PackedRows":
-        """The held-out rows."""
+        """Held-out rows."""
         return PackedRows(self, HELD_OUT)
 
     def pairs_of_documents(self, side: str, index: int) -> Int32[np.ndarray, "pieces"]:
-        """How many pairs of each of its documents a row has; errors as of `row`."""
+        """Returns the number of pairs of each document in a row; raises the errors of `row`."""
         return cache.repaired(lambda: self._packing.pieces(SIDES.index(side), index)[1], self._remake)
 
     def row(self, side: str, index: int) -> Row:
-        """The row, put together; what is damaged of it is made again first.
+        """Builds a row; its damaged files are rebuilt first.
 
         Raises:
-            DataError: that cannot be done.
+            DataError: a damaged file cannot be rebuilt.
             OSError: the disk fails.
         """
         return cache.repaired(lambda: self._row(SIDES.index(side), index), self._remake)
@@ -100,7 +103,7 @@ class PackedSource:
     def _row(self, side: int, index: int) -> Row:
         pieces, learnt = [], []
         for start, length in zip(*self._packing.pieces(side, index), strict=True):
-            part = bisect.bisect_right(self._part_starts, start) - 1  # a piece lies in one part, as its document does
+            part = bisect.bisect_right(self._part_starts, start) - 1  # each document, and so each piece, is in one part
             piece, of_piece = self.tokens.store.piece(part, int(start) - self._part_starts[part], int(length))
             pieces.append(piece)
             if of_piece is not None:
@@ -118,7 +121,7 @@ class PackedSource:
 
 
 class RowPlace(NamedTuple):
-    """Which row of a source; what it holds is read when that is asked for."""
+    """Identifies a row of a source; its content is read on demand."""
 
     packed: PackedSource
     side: str
@@ -134,7 +137,7 @@ class RowPlace(NamedTuple):
 
 
 class RowPlaces(Sequence[RowPlace]):
-    """The rows of one source and one side of the split, none of which is read."""
+    """Places of the rows of one source on one side of the split; none is read."""
 
     def __init__(self, packed: PackedSource, side: str) -> None:
         self._packed = packed
@@ -148,7 +151,7 @@ class RowPlaces(Sequence[RowPlace]):
 
 
 class PackedRows(Sequence[Row]):
-    """The rows of one source and one side of the split; a row is put together when it is asked for."""
+    """Rows of one source on one side of the split; each row is built on access."""
 
     def __init__(self, packed: PackedSource, side: str) -> None:
         self._packed = packed
@@ -162,6 +165,6 @@ class PackedRows(Sequence[Row]):
 
 
 def cache_error(error: OSError, cache_dir: Path) -> UserError:
-    """The one line about a cache that cannot be used; sources and tokenizers report their own."""
+    """Returns the one-line error for an unusable cache; sources and tokenizers report their own errors."""
     kind = DiskError if disk.may_pass(error) else DataError
     return kind(f"data.cache_dir: {error}; make {cache_dir} writable, free space there, or name another")

@@ -1,11 +1,11 @@
-"""Mixtures that change: which rows each stage of a run takes, and how often that goes through each source.
+"""Mixtures that change during a run: which rows each stage takes, and how often it goes through each source.
 
-A stage begins at a position, that of the first row behind the steps before it, and counts its proportions from there. In
-rows of a length that was there before, a source goes on where it was left; rows of another length are packed anew, so that
-it begins a pass of its own through them, in another order. All of it is a function of seed, stages and position: nothing
-has to be kept. A step belongs to its stage whatever rows were passed over. These push positions on, and so a run out of the
-end of a stage, by as many rows as it then leaves out at the beginning of the next: where weights change there, a source may
-take some of these rows twice, or not at all.
+A stage begins at a position, the first row after the steps before it, and counts its proportions from there. In rows of a
+length that occurred before, a source continues where it was left. Rows of another length are packed separately, so there it
+begins a pass of its own, in another order. All of this is a function of seed, stages and position, so nothing needs to be
+saved. A step belongs to its stage even if rows were passed over. Passed-over rows shift all later positions, so the end of a
+stage reaches beyond its rows, and as many rows are missing at the beginning of the next stage. If the weights change there,
+a source may use some of these rows twice or not at all.
 """
 
 import bisect
@@ -27,30 +27,30 @@ from llamajax.errors import ConfigError
 
 @dataclass(frozen=True)
 class StageRows:
-    """What one stage of a run reads."""
+    """Rows that one stage of a run reads."""
 
     first_row: int
-    """The position at which its order begins."""
+    """Position at which its order begins."""
     order: grain.MapDataset
     """Places of training rows by position, without end."""
     held_out_rows: Sequence[Row]
-    """Rows of its length of documents that are never trained on, in an order that is always the same; may be empty."""
+    """Rows of its length from documents that are never trained on, in a fixed order; may be empty."""
 
 
 def takes_part(stages: Sequence[Stage], source: int, seq_len: int) -> bool:
-    """Whether any stage trains on this source in rows of this length."""
+    """Returns whether any stage trains on this source in rows of this length."""
     return any(stage.seq_len == seq_len and stage.weights[source] for stage in stages)
 
 
 def stage_orders(
     stages: Sequence[Stage], rows: Mapping[int, Sequence[Sequence[Any]]], seed: int, global_batch_size: int
 ) -> list[grain.MapDataset]:
-    """The order of each stage, by position in the run, from its first one on.
+    """Returns the order of each stage, by position in the run, from its first one on.
 
     Args:
-        stages: all of the run, in their order.
-        rows: of each source, by their length.
-        seed: of the run.
+        stages: all stages of the run, in order.
+        rows: rows of each source, by row length.
+        seed: seed of the run.
         global_batch_size: rows per step.
     """
     taken: defaultdict[int, list[int]] = defaultdict(list)
@@ -66,34 +66,34 @@ def stage_orders(
 
 
 def _lengths(stages: Sequence[Stage]) -> list[int]:
-    """Steps of each stage; 0 for the last one, after which none goes on."""
+    """Returns the number of steps of each stage; 0 for the last one, which no stage follows."""
     return [*(after.from_step - stage.from_step for stage, after in itertools.pairwise(stages)), 0]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a run goes through its sources."""
+    """Number of passes of a run through its sources."""
 
     stages: tuple[Stage, ...]
-    """All of the run, in their order."""
+    """All stages of the run, in order."""
     num_rows: Mapping[int, Sequence[int]]
-    """Training rows of each source, by their length."""
+    """Number of training rows of each source, by row length."""
     global_batch_size: int
-    """Rows per step."""
+    """Number of rows per step."""
 
     @cached_property
     def _proportions(self) -> list[Proportions]:
         return [Proportions(stage.weights) for stage in self.stages]
 
     def after(self, step: int, passed_over: Sequence[PassedOver] = ()) -> list[float]:
-        """Passes through each source in the first `step` steps, those in rows of other lengths added up.
+        """Returns the passes through each source in the first `step` steps, added up over all row lengths.
 
-        Rows that were passed over on the way count: they are used up.
+        Rows that were passed over count as used.
         """
         size = self.global_batch_size
 
         def end(of_step: int) -> int:
-            """The position behind the last row of a step."""
+            """Returns the position after the last row of a step."""
             return next_row(of_step - 1, size, passed_over) + size if of_step else 0
 
         epochs = [0.0] * len(self.stages[0].weights)
@@ -113,15 +113,15 @@ class Passes:
                 remedies = [*self._remedies(index, source.max_epochs, num_steps), "raise it"]
                 raise ConfigError(
                     f"data.sources.{index}.max_epochs: {source.max_epochs:g} is below the {epochs:.4g} epochs that the run's"
-                    f" {num_steps:,} steps would take of it; {', '.join(remedies[:-1])}{' or ' * (len(remedies) > 1)}"
+                    f" {num_steps:,} steps would make through it; {', '.join(remedies[:-1])}{' or ' * (len(remedies) > 1)}"
                     f"{remedies[-1]}"
                 )
 
     def _remedies(self, source: int, max_epochs: float, num_steps: int) -> list[str]:
-        """What would keep a source within its epochs: a lower weight, unless it is alone, or fewer steps."""
+        """Returns what would keep a source within its epochs: a lower weight, unless it is the only one, or fewer steps."""
 
         def at_most(candidates: range, epochs: Callable[[int], float]) -> int:
-            """How many of the candidates, which take ever more epochs, are within them."""
+            """Returns how many of the candidates, which need ever more epochs, stay within the limit."""
             return bisect.bisect_left(candidates, True, key=lambda candidate: epochs(candidate) > max_epochs)
 
         def weighted(thousandths: int) -> float:
@@ -131,13 +131,13 @@ class Passes:
         if lower and len(self.stages) == 1:
             remedies.append(f"lower its weight to at most {self._with_less_of(source, lower).stages[0].weights[source]:g}")
         elif lower:
-            remedies.append(f"lower its weights to at most {lower / 1000:g} of what they are")
+            remedies.append(f"lower its weights to at most {lower / 1000:g} of their values")
         if steps := at_most(range(1, num_steps), lambda steps: self.after(steps)[source]):
             remedies.append(f"lower train.num_steps to at most {steps}")
         return remedies
 
     def _with_less_of(self, source: int, thousandths: int) -> "Passes":
-        """With the weights of a source times so many thousandths, in six digits."""
+        """Returns the passes with the weights of a source scaled by this many thousandths, rounded to six digits."""
 
         def lowered(stage: Stage) -> Stage:
             less = float(f"{stage.weights[source] * thousandths / 1000:.6g}")

@@ -60,7 +60,7 @@ def choose_encoder(tokenizer: Tokenizer, groups: Sequence[FileGroup], cache_dir:
     sample = _sample(texts)
     trial = _try(tokenizer, sample)
     if differing := differing or trial.differing:
-        reason = f"gives other ids for {ascii(differing)[:_SHOWN_CHARS]}"
+        reason = f"returns other ids for {ascii(differing)[:_SHOWN_CHARS]}"
     elif trial.fast_rate < trial.own_rate:
         reason = f"reaches {trial.fast_rate:.1f} here"
     else:

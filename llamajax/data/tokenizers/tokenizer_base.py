@@ -164,8 +164,8 @@ class Tokenizer(abc.ABC):
         for token, added in self.read_from.added:
             if token not in (None, ids(added.content)):
                 raise DataError(
-                    f"{self.source}: the files beside it give the added token {added.content!r} the id {token}, where it has"
-                    f" {ids(added.content)}; use the files that belong together"
+                    f"{self.source}: the files beside it list the added token {added.content!r} with the id {token}, but it"
+                    f" has {ids(added.content)} here; use files that belong together"
                 )
 
 

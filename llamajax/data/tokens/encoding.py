@@ -1,4 +1,4 @@
-"""By what the documents of a run become tokens: its tokenizer, given or trained on them, and its chat template."""
+"""Selects what documents are tokenized with: the tokenizer, given or trained on the documents, and the chat template."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ from llamajax.errors import ConfigError, DataError
 
 _TOKENIZER_FORMAT = "tokenizer-3"
 _TOLD_BYTES = 2**20
-"""Of text, after which progress is told."""
+"""Number of bytes of text between progress reports."""
 _MEMORY_PER_BYTE = 4
-"""Least that SentencePiece takes for a byte of its sample: 5 measured where words come again, 35 where all are different."""
+"""Minimum memory that SentencePiece needs per byte of its sample: 5 measured for repeated words, 35 if all words differ."""
 
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How the documents of a run become tokens."""
+    """Settings by which the documents of a run become tokens."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    """Needed for conversations."""
+    """Chat template, needed for conversations."""
     cache_dir: Path
     held_out_fraction: float
     log: Callable[[str], None]
-    """Takes a line about what this process is doing."""
+    """Receives a line about what this process is doing."""
 
 
 def tokenizer_for(
@@ -46,10 +46,10 @@ def tokenizer_for(
     cache_dir: Path,
     log: Callable[[str], None],
 ) -> Tokenizer:
-    """The model's own tokenizer, or the one that the configuration names, or one trained on its training documents.
+    """Returns the model's own tokenizer, the one that the configuration names, or one trained on its training documents.
 
     Raises:
-        ConfigError: as of `given_tokenizer`, or `model.vocab_size` is too small for the text.
+        ConfigError: see `given_tokenizer`; or `model.vocab_size` is too small for the text.
         DataError: a source cannot be read, there is no text, or the memory is too small for the sample.
         DiskError: the disk fails.
     """
@@ -78,10 +78,10 @@ def tokenizer_for(
 
 
 def given_tokenizer(config: Config, models_tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """The model's own tokenizer, or the one that the configuration names; None if one is to be trained.
+    """Returns the model's own tokenizer or the one that the configuration names; None if one is to be trained.
 
     Raises:
-        ConfigError: it does not fit the model, or is not the model's own.
+        ConfigError: it does not fit the model or is not the model's own.
         DataError: it cannot be read.
     """
     data, vocab_size = config.data, config.model.vocab_size
@@ -103,21 +103,21 @@ def given_tokenizer(config: Config, models_tokenizer: Tokenizer | None) -> Token
 
 
 def trained_path(config: Config, groups: Iterable[HashedGroup], cache_dir: Path) -> Path:
-    """Where the tokenizer is that is trained on these groups, or would be."""
+    """Returns the path of the tokenizer trained on these groups, which may not exist."""
     data, contents = config.data, [group.content for group in groups]
     rest = data.held_out_fraction, config.model.vocab_size, data.tokenizer.train_max_bytes
     return cache_dir / "tokenizers" / cache.key_of(_TOKENIZER_FORMAT, contents, *rest) / "tokenizer.model"
 
 
 def _or_without(tokenizer: Tokenizer, vocab_size: int) -> str:
-    """What else can be done where only added tokens have no row, as in some published fine-tunes."""
+    """Returns a further remedy if only added tokens exceed the vocabulary, as in some published fine-tunes."""
     if tokenizer.vocab_size - len(tokenizer.new_tokens) > vocab_size:
         return ""
-    return f", or take {', '.join(tokenizer.new_tokens)} out of the files beside it if the model has no rows for them"
+    return f", or remove {', '.join(tokenizer.new_tokens)} from the files beside it if the model has no rows for them"
 
 
 def _training_texts(data: DataConfig, groups: Iterable[HashedGroup], progress: TokenizingProgress) -> Iterator[str]:
-    """What is not held out; raises `DataError` as soon as the sample is known to be too large for the memory."""
+    """Yields the texts that are not held out; raises `DataError` as soon as the sample exceeds the memory."""
     free = free_memory()
     for number, group in enumerate(groups):
         num_documents, text_bytes = 0, 0
@@ -137,18 +137,18 @@ def _training_texts(data: DataConfig, groups: Iterable[HashedGroup], progress: T
 def _check_memory(sample_bytes: int, free: int | None) -> None:
     if free is not None and _MEMORY_PER_BYTE * sample_bytes > free:
         raise DataError(
-            f"data.tokenizer.train_max_bytes: to train a tokenizer on {sample_bytes / 1e6:,.1f} MB of text takes at least"
-            f" {_MEMORY_PER_BYTE * sample_bytes / 1e9:,.1f} GB of memory, where {free / 1e9:,.1f} GB are free; set it to"
+            f"data.tokenizer.train_max_bytes: training a tokenizer on {sample_bytes / 1e6:,.1f} MB of text takes at least"
+            f" {_MEMORY_PER_BYTE * sample_bytes / 1e9:,.1f} GB of memory, but only {free / 1e9:,.1f} GB are free; set it to"
             f" {free // _MEMORY_PER_BYTE // 2:,} or less, or use a machine with more"
         )
 
 
 def chat_template_for(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of the run's conversations; None if there are none.
+    """Returns the chat template for the run's conversations; None if there are none.
 
     Raises:
-        ConfigError: it is needed, and there is none.
-        DataError: it is malformed, or cannot be read.
+        ConfigError: a template is needed but missing.
+        DataError: the template is malformed or cannot be read.
     """
     if not any(source.kind == "chat" for source in data.sources):
         return None
@@ -156,7 +156,7 @@ def chat_template_for(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | 
     template = load_chat_template(Path(find_file(named)) if named else tokenizer.source.parent, tokenizer)
     if template is None:
         raise ConfigError(
-            "data.chat_template: is needed for sources of kind=chat, since the tokenizer has none; name a Jinja file, for"
-            " example one of configs/chat_templates/"
+            "data.chat_template: is required for sources of kind=chat, because the tokenizer has none; name a Jinja file,"
+            " for example one of configs/chat_templates/"
         )
     return template

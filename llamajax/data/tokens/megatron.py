@@ -1,5 +1,7 @@
-"""Megatron-LM's tokenized documents: a `.bin` with the tokens of all sequences, one after the other, and an `.idx` that says
-where each begins and which of them are a document.
+"""Reads Megatron-LM's tokenized documents.
+
+The `.bin` file has the tokens of all sequences, one after the other. The `.idx` file says where each sequence begins and
+which sequences form a document.
 
 The layout is that of `megatron/core/datasets/indexed_dataset.py` of Megatron-Core (compared with 0.16.1), little-endian.
 An `.idx` is the nine bytes of `MAGIC`; the version, 1, in eight bytes; a byte for the tokens' dtype; the number of sequences
@@ -7,9 +9,9 @@ S and of document indices D + 1, in eight bytes each; then int32 [S] lengths in 
 bytes, int64 [D + 1] document indices (document d is the sequences from `index[d]` to before `index[d + 1]`) and, in
 multimodal files only, int8 [S] modes.
 
-Only the files are Megatron's: the order of samples that its GPT dataset draws from them, with its shuffles and its cutting
-of documents into samples, is not imitated. That dataset also takes every sequence for a document of its own, which in the
-files of its `tools/preprocess_data.py` it is, unless they were split into sentences.
+Only the file format is Megatron's. The order of samples that its GPT dataset draws from the files, its shuffling, and its
+cutting of documents into samples are not imitated. That dataset also treats every sequence as a document of its own; in
+files of its `tools/preprocess_data.py` a sequence is a document, unless the documents were split into sentences.
 """
 
 import itertools
@@ -33,37 +35,37 @@ from llamajax.errors import DataError
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 TOKEN_DTYPES = {1: np.dtype("u1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
-"""Those that ids of tokens come in, by the byte that says so."""
+"""Integer dtypes of token ids, by their code in the file."""
 CHUNK = 2**20
-"""Sequences, document indices, or tokens looked at at once: some tens of megabytes."""
+"""Number of sequences, document indices, or tokens checked at a time: some tens of megabytes."""
 HEAD = struct.Struct("<9sQBQQ")
-"""An `.idx` up to its arrays."""
+"""Head of an `.idx` file, before its arrays."""
 
 _SPAN, _THREADS = 2**25, 8
-"""Tokens that a thread looks at before that is told; threads that look at once, since disks are waited for."""
+"""Number of tokens that a thread checks between progress reports, and number of threads, which mostly wait for the disk."""
 
 _OTHER_DTYPES = {2: "int8", 6: "float64", 7: "float32"}
-_REMEDY = "copy both files again, or make them again"
+_REMEDY = "copy both files again, or rebuild them"
 
 
 def paths_of(path: str | Path) -> tuple[Path, Path]:
-    """The `.bin` and the `.idx` that a path means: either of the two, or what they begin with."""
+    """Returns the `.bin` and the `.idx` of a path that names either of them or their common prefix."""
     prefix = re.sub(r"\.(bin|idx)$", "", os.path.expanduser(path))
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def split_documents(num_documents: int, split: str) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """The documents to train on, to validate and to test with, as Megatron-Core divides them (its option `--split`).
+    """Returns the documents for training, validation and testing, as Megatron-Core divides them (its option `--split`).
 
     Args:
-        num_documents: how many there are.
-        split: one to three numbers that say how they share, such as 969,30,1; what is left out is 0.
+        num_documents: number of documents.
+        split: one to three numbers that give the proportions, such as 969,30,1; missing ones are 0.
 
     Returns:
         The first document and the end of each of the three ranges, which follow each other and may be empty.
 
     Raises:
-        ValueError: `split` is something else.
+        ValueError: `split` has another form.
     """
     numbers = [number.strip() for number in split.split(",")]
     weights = [float(number) for number in numbers if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", number)]
@@ -76,16 +78,16 @@ def split_documents(num_documents: int, split: str) -> tuple[tuple[int, int], tu
 
 
 class IndexedDataset:
-    """A pair of files; all of the index is checked when it is opened, in little memory.
+    """A pair of files. Opening it checks the whole index, in little memory.
 
-    Slices of the arrays are read when they are asked for. While it is open, the files must stay as they are.
+    Slices of the arrays are read on access. The files must not change while it is open.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Opens the pair that `path` means, see `paths_of`.
+        """Opens the pair that `path` names, see `paths_of`.
 
         Raises:
-            DataError: a file is missing, is not what it should be, or the two do not belong together.
+            DataError: a file is missing or invalid, or the two do not belong together.
             DiskError: the disk fails.
         """
         self.bin_path, self.idx_path = paths_of(path)
@@ -98,17 +100,17 @@ class IndexedDataset:
         except OSError as error:
             raise cannot_read(error, self.idx_path, _REMEDY) from error
         self.dtype = head.dtype
-        """Of the tokens."""
+        """Dtype of the tokens."""
         for path in (self.idx_path, self.bin_path):
-            close(path)  # it may be another file than the one of that name before
+            close(path)  # a file of this name may have been replaced
         self.tokens = FileArray(self.bin_path, head.dtype, num_bytes // head.dtype.itemsize)
-        """[num_tokens] of all sequences, in order."""
+        """Tokens of all sequences, in order, [num_tokens]."""
         self.sequence_lengths = self._in_index("<i4", head.num_sequences, head.lengths_at)
-        """int32 [num_sequences]."""
+        """Number of tokens of each sequence, int32 [num_sequences]."""
         self.document_indices = self._in_index("<i8", head.num_indices, head.indices_at)
-        """int64 [num_documents + 1]: the first sequence of each document, and the end of the last one's."""
+        """First sequence of each document, then the end of the last document, int64 [num_documents + 1]."""
         self.modes = self._in_index("i1", head.num_sequences, head.modes_at) if head.has_modes else None
-        """int8 [num_sequences], of a multimodal file."""
+        """Mode of each sequence in a multimodal file, int8 [num_sequences]."""
         self._pointers = self._in_index("<i8", head.num_sequences, head.pointers_at)
 
     def _in_index(self, dtype: str, length: int, at: int) -> FileArray:
@@ -116,38 +118,38 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents, of any number of sequences each."""
+        """Number of documents, of any number of sequences each."""
         return len(self.document_indices) - 1
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of all documents."""
+        """Number of sequences of all documents."""
         return len(self.sequence_lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences."""
         return len(self.tokens)
 
     def document_offsets(self, first: int, end: int) -> Int64[np.ndarray, "{end}-{first}+1"]:
-        """Where documents `first` to `end` begin: document first + i is `tokens[offsets[i]:offsets[i + 1]]`."""
+        """Returns where documents `first` to `end` begin: document first + i is `tokens[offsets[i]:offsets[i + 1]]`."""
         assert 0 <= first <= end <= self.num_documents
         sequences = self.document_indices[first : end + 1]
         offsets = np.full(len(sequences), self.num_tokens, np.int64)
-        begun = sequences[sequences < self.num_sequences]  # the others end where the file does
+        begun = sequences[sequences < self.num_sequences]  # later ones are empty, at the end of the file
         if len(begun):
             pointers = self._pointers[int(begun[0]) : int(begun[-1]) + 1]
             offsets[: len(begun)] = pointers[begun - begun[0]] // self.dtype.itemsize
         return offsets
 
     def id_range(self, told: Callable[[int], None]) -> tuple[int, int] | None:
-        """The smallest and the largest id of all tokens, which are read for it; None of no tokens.
+        """Reads all tokens and returns the smallest and the largest id; None if there are no tokens.
 
         Args:
-            told: takes how many further bytes were read.
+            told: receives the number of further bytes read.
 
         Raises:
-            DataError: the file was changed meanwhile.
+            DataError: the file changed meanwhile.
             DiskError: the disk fails.
         """
         found = []
@@ -159,13 +161,13 @@ class IndexedDataset:
         return (min(smallest for smallest, _ in found), max(largest for _, largest in found)) if found else None
 
     def _id_range_from(self, start: int) -> tuple[int, int]:
-        """`id_range` of the stretch that begins at this token."""
+        """Returns the `id_range` of the stretch that begins at this token."""
         end = min(start + _SPAN, self.num_tokens)
         ranges = [(ids.min(), ids.max()) for ids in map(self._ids, range(start, end, CHUNK), itertools.repeat(end))]
         return int(min(smallest for smallest, _ in ranges)), int(max(largest for _, largest in ranges))
 
     def _ids(self, start: int, end: int) -> np.ndarray:
-        """The tokens from `start` on, `CHUNK` of them or those before `end`."""
+        """Returns the tokens from `start` on: `CHUNK` of them, or the ones before `end`."""
         progress.gets_on()
         try:
             return self.tokens[start : min(start + CHUNK, end)]
@@ -173,7 +175,7 @@ class IndexedDataset:
             raise cannot_read(error, self.bin_path, _REMEDY) from error
 
     def first_outside(self, vocab_size: int) -> tuple[int, int] | None:
-        """The first token whose id is not one of `vocab_size`, and its document; None if there is none."""
+        """Returns the first id outside a vocabulary of `vocab_size`, and its document; None if all are inside."""
         for start in range(0, self.num_tokens, CHUNK):
             ids = self._ids(start, self.num_tokens)
             if (wrong := (ids < 0) | (ids >= vocab_size)).any():
@@ -189,13 +191,13 @@ class IndexedDataset:
         raise AssertionError("the documents reach to the last token")
 
     def sequences_of(self, document: int) -> slice:
-        """A document's part of `sequence_lengths` and `modes`."""
+        """Returns a document's slice of `sequence_lengths` and `modes`."""
         assert 0 <= document < self.num_documents
         return slice(*self.document_indices[document : document + 2].tolist())
 
 
 class _Head(NamedTuple):
-    """What an index says of itself, and where its arrays lie, bytes."""
+    """Head of an index, and the offsets of its arrays in bytes."""
 
     dtype: np.dtype
     num_sequences: int
@@ -220,38 +222,38 @@ class _Head(NamedTuple):
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file.
+    """Returns the size of a file in bytes.
 
     Raises:
-        DataError: it is not there, or is no file.
+        DataError: it does not exist or is not a file.
         DiskError: the disk fails.
     """
-    remedy = "name a .bin and an .idx that lie side by side, or what both begin with"
+    remedy = "name a .bin and an .idx in the same directory, or their common prefix"
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
             raise DataError(f"{path}: is not a regular file; {remedy}")
-        with path.open("rb"):  # which may not be allowed
+        with path.open("rb"):  # access may be denied
             return about.st_size
     except OSError as error:
         raise cannot_read(error, path, remedy) from error
 
 
 def _read_head(path: Path, begin: bytes, num_bytes: int) -> _Head:
-    """The head of an index that has `num_bytes`, which must be what the head asks for."""
+    """Returns the head of an index of `num_bytes`, which must be the size that the head implies."""
     if begin[: len(MAGIC)] != MAGIC:
         raise DataError(f"{path}: does not begin with MMIDIDX, as Megatron-LM's .idx files do; name one of those")
     if len(begin) < HEAD.size:
         raise DataError(f"{path}: ends within its head, after {len(begin)} bytes; {_REMEDY}")
     _, version, code, num_sequences, num_indices = HEAD.unpack(begin)
     if version != VERSION:
-        raise DataError(f"{path}: is of version {version}, but only {VERSION} is known; {_REMEDY}")
+        raise DataError(f"{path}: has version {version}, but only {VERSION} is supported; {_REMEDY}")
     if code not in TOKEN_DTYPES:
-        kind = _OTHER_DTYPES.get(code, f"a dtype of the unknown number {code}")
+        kind = _OTHER_DTYPES.get(code, f"an unknown dtype (code {code})")
         known = ", ".join(dtype.name for dtype in TOKEN_DTYPES.values())
-        raise DataError(f"{path}: holds {kind}, but ids of tokens must be {known}; name a file of tokens, or make it again")
+        raise DataError(f"{path}: holds {kind}, but ids of tokens must be {known}; name a file of tokens, or rebuild it")
     if num_indices < 1:
-        raise DataError(f"{path}: has no document indices, of which there must be one more than documents; {_REMEDY}")
+        raise DataError(f"{path}: has no document indices, but must have one more than documents; {_REMEDY}")
     plain = HEAD.size + 12 * num_sequences + 8 * num_indices
     if num_bytes not in (plain, plain + num_sequences):
         raise DataError(
@@ -293,7 +295,7 @@ def _check_documents(path: Path, file: BinaryIO, head: _Head) -> None:
         count = min(CHUNK, head.num_indices - first)
         indices = _read(path, file, head.indices_at + 8 * first, "<i8", count)
         if first == 0 and indices[0] != 0:
-            raise DataError(f"{path}: the first document begins at sequence {indices[0]:,}, but must at 0; {_REMEDY}")
+            raise DataError(f"{path}: the first document begins at sequence {indices[0]:,}, but must begin at 0; {_REMEDY}")
         before = np.concatenate([[last], indices[:-1]])
         if (indices < before).any():
             at = int(np.argmax(indices < before))
@@ -304,7 +306,7 @@ def _check_documents(path: Path, file: BinaryIO, head: _Head) -> None:
         last = int(indices[-1])
     if last != head.num_sequences:
         raise DataError(
-            f"{path}: the last document ends at sequence {last:,}, but must at {head.num_sequences:,}, where the file does;"
+            f"{path}: the last document ends at sequence {last:,}, but must end at {head.num_sequences:,}, like the file;"
             f" {_REMEDY}"
         )
 

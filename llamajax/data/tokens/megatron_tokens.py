@@ -1,9 +1,9 @@
-"""Tokens in Megatron-LM's files, read where they lie: nothing is copied, and nothing tokenized.
+"""Reads tokens in Megatron-LM's files in place, without copying or tokenizing anything.
 
-What a pair of files holds is known by the whole index, the size of the `.bin` and samples of it. All ids are read once, when
-a start sees the files first, and their range is kept: an id that the model has no row for is found before the first step.
-Documents are what the files say; one that is not begun by a token of its own, as bos, gives
-its first token as context only.
+A pair of files is identified by its whole index, the size of the `.bin` and samples of it. The first start with new files
+reads all ids once and keeps their range: an id outside the model's vocabulary is reported before the first step. Documents
+are the ones in the files. If a document does not begin with a special token such as bos, its first token serves as context
+only.
 """
 
 import functools
@@ -29,9 +29,9 @@ from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN, Documents
 from llamajax.errors import DataError, UserError
 
 PART_DOCUMENTS = 2**20
-"""Documents that are looked at at once."""
+"""Number of documents per part."""
 SAMPLES, SAMPLE_BYTES = 64, 2**20
-"""Of the tokens, evenly spread, that a file is known by; all of a smaller one."""
+"""Number and size of the evenly spaced samples of the tokens that identify a file; a smaller file is read completely."""
 
 _FOLDER = "megatron-2"
 _NEITHER = len(SIDES)
@@ -42,19 +42,19 @@ class MegatronStore:
     """Tokens in pairs of files; a part is `PART_DOCUMENTS` documents of a pair."""
 
     parts_path: Path
-    """Of what is known of them."""
+    """File with the parts and what is known of the files."""
     source: Source
     held_out_fraction: float
     vocab_size: int
-    """Of the model."""
+    """Size of the model's vocabulary."""
 
     @functools.cached_property
     def parts(self) -> cache.ArrayFile:
-        """`file`, `document` and `token`: the file of each part, its first document and token there; `tokens` it has."""
+        """Arrays `file`, `document`, `token` and `tokens`: each part's file, first document and token, number of tokens."""
         return cache.read_arrays(self.parts_path)
 
     def __getstate__(self) -> dict[str, object]:
-        """Without what is read, which another process reads for itself."""
+        """Omits cached data, which another process reads itself."""
         return {name: value for name, value in vars(self).items() if name not in ("parts", "_table")}
 
     @functools.cached_property
@@ -63,11 +63,11 @@ class MegatronStore:
 
     @property
     def tokens_of_part(self) -> Int64[np.ndarray, "parts"]:
-        """Tokens of each part."""
+        """Number of tokens of each part."""
         return self.parts.arrays["tokens"][:]
 
     def documents(self, part: int, seq_len: int) -> Documents:
-        """See `TokenStore`: documents may lie across rows."""
+        """See `TokenStore`. Documents may cross rows."""
         file = self.parts.info["files"][self._table["file"][part]]
         first, dataset = self._table["document"][part], _opened(file["bin"], file["sha256"])
         end = min(first + PART_DOCUMENTS, dataset.num_documents)
@@ -79,7 +79,7 @@ class MegatronStore:
         return Documents(offsets[:-1], np.diff(offsets), sides, is_cut=nothing, is_left_out=nothing, is_moved=nothing)
 
     def piece(self, part: int, start: int, length: int) -> tuple[Integer[np.ndarray, "_"], Bool[np.ndarray, "_"] | None]:
-        """See `TokenStore`; raises `DataError` for ids that the model has no row for."""
+        """See `TokenStore`. Raises `DataError` for ids outside the model's vocabulary."""
         file = self.parts.info["files"][self._table["file"][part]]
         at = self._table["token"][part] + start
         piece = _tokens(file["bin"], file["dtype"], file["sha256"])[at : at + length + 1]
@@ -88,7 +88,7 @@ class MegatronStore:
         return piece, None
 
     def _sides(self, num_documents: int) -> dict[int, tuple[int, int]]:
-        """The documents of each side, in the order of the file."""
+        """Returns the range of documents on each side, in the order of the file."""
         if self.source.config.split is not None:
             train, validate, _ = split_documents(num_documents, self.source.config.split)
             return {SIDES.index(TRAIN): train, SIDES.index(HELD_OUT): validate}
@@ -97,15 +97,15 @@ class MegatronStore:
 
 
 class MegatronTokens:
-    """The tokens of a `megatron` source; see `SourceTokens`."""
+    """Tokens of a `megatron` source; see `SourceTokens`."""
 
     def __init__(
         self, source: Source, parts: Path, held_out_fraction: float, vocab_size: int, log: Callable[[str], None]
     ) -> None:
-        """Checks the files, unless the cache knows them, and their ids against the model's vocabulary.
+        """Checks the files, unless the cache has the result, and their ids against the model's vocabulary.
 
         Raises:
-            DataError: they are not what they should be.
+            DataError: a file is invalid.
             DiskError: the disk fails.
         """
         self.source, self._log = source, log
@@ -115,27 +115,27 @@ class MegatronTokens:
 
     @property
     def counts(self) -> Counts:
-        """What the files hold."""
+        """Counts of the files."""
         documents = sum(file["documents"] for file in self.store.parts.info["files"])
         return Counts(documents, tokens=int(self.store.tokens_of_part.sum()), text_bytes=0)
 
     @property
     def key(self) -> list[str]:
-        """What decides the documents and their tokens."""
+        """JSON value that identifies the documents and their tokens."""
         return ["megatron", *(file["sha256"] for file in self.store.parts.info["files"])]
 
     @property
     def split(self) -> Any:
-        """What decides their sides."""
+        """JSON value that decides on which side of the split each document is."""
         return self.source.config.split or self.store.held_out_fraction
 
     @property
     def content(self) -> list[str]:
-        """What tells the files apart."""
+        """Hashes that identify the files."""
         return self.key
 
     def remake(self, damaged: Path) -> None:
-        """Looks at the files again; there is nothing else to make."""
+        """Checks the files again; nothing else can be rebuilt."""
         assert damaged == self.store.parts_path
         _write_parts(self.source, damaged, self._log)
         for known in ("parts", "_table"):
@@ -143,7 +143,7 @@ class MegatronTokens:
 
 
 def parts_path(source: Source, cache_dir: Path) -> Path:
-    """Where what is known of the source's files is kept, under their names, sizes and times.
+    """Returns the path of the file about the source's files; its key has their names, sizes and times.
 
     Raises:
         DataError: a file is missing.
@@ -158,12 +158,12 @@ def parts_path(source: Source, cache_dir: Path) -> Path:
 
 
 def _pairs(source: Source) -> list[Path]:
-    """The `.bin` of each pair, once."""
+    """Returns the `.bin` of each pair, once."""
     return sorted({paths_of(path)[0] for path in source.files()})
 
 
 def _write_parts(source: Source, path: Path, log: Callable[[str], None]) -> None:
-    """Checks the source's files, and keeps what is known of them, unless another process did."""
+    """Checks the source's files and stores the result, unless another process did."""
     with disk.locked(path.parent):
         is_new = not path.exists()
         if cache.is_intact(path):
@@ -194,7 +194,7 @@ def _look_at(source: Source, log: Callable[[str], None]) -> tuple[dict[str, np.n
 
 
 def _check_ids(source: Source, file: dict[str, Any], vocab_size: int) -> None:
-    """Raises `DataError` if a token of the file has an id that the model has no row for."""
+    """Raises `DataError` if a token of the file has an id outside the model's vocabulary."""
     smallest, largest = file["ids"] or (0, 0)
     if smallest < 0 or largest >= vocab_size:
         found = _open(source, file["bin"]).first_outside(vocab_size)
@@ -205,7 +205,7 @@ def _check_ids(source: Source, file: dict[str, Any], vocab_size: int) -> None:
 def _id_error(source: Source, file: dict[str, Any], which: str, vocab_size: int) -> DataError:
     return DataError(
         f"{file['bin']}: {source.key}.paths: token {which} is not among the {vocab_size} of model.vocab_size; name files"
-        " that data.tokenizer.path has made"
+        " made with data.tokenizer.path"
     )
 
 
@@ -217,7 +217,7 @@ def _open(source: Source, path: str | Path) -> IndexedDataset:
 
 
 def _content(dataset: IndexedDataset) -> str:
-    """SHA-256 of the index, of the tokens' number, and of samples of them."""
+    """Returns the SHA-256 of the index, the number of tokens, and samples of them."""
     content = hashlib.sha256(f"{dataset.dtype.str} {dataset.num_tokens}".encode())
     with dataset.idx_path.open("rb") as file:
         while block := file.read(SAMPLE_BYTES):

@@ -1,4 +1,4 @@
-"""Megatron-LM's tokenized documents, written in little memory and byte for byte as Megatron-Core's builder does."""
+"""Writes Megatron-LM's tokenized documents in little memory, byte for byte as Megatron-Core's builder does."""
 
 import contextlib
 import tempfile
@@ -16,26 +16,26 @@ _UINT16_BELOW = 65500
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype that Megatron's own tools choose: uint16 for vocabularies below 65,500 tokens, else int32."""
+    """Returns the dtype that Megatron's own tools choose: uint16 for vocabularies below 65,500 tokens, else int32."""
     return np.dtype("<u2" if vocab_size < _UINT16_BELOW else "<i4")
 
 
 class IndexedDatasetWriter:
-    """Takes documents for a pair of files, in order; `write_indexed` makes one."""
+    """Writes documents to a pair of files, in order. Use `write_indexed` to create a writer."""
 
     def __init__(self, dtype: np.dtype, tokens: BinaryIO, lengths: IO[bytes], indices: IO[bytes], modes: IO[bytes] | None):
-        """Writes tokens of `dtype` to a `.bin`, and to files for a while what the index is made from at the end."""
+        """Writes tokens of `dtype` to a `.bin`, and the data of the index to temporary files until the end."""
         self._dtype, self._tokens, self._lengths, self._indices, self._modes = dtype, tokens, lengths, indices, modes
         self._num_sequences = self._num_ended = 0
         self._num_indices = 1
         indices.write(bytes(8))
 
     def add_item(self, tokens: Integer[np.ndarray, "tokens"], mode: int = 0) -> None:
-        """Adds a sequence to the document that `end_document` will end; the arguments are those of `add_document`."""
+        """Adds a sequence to the current document, which `end_document` ends; has the arguments of `add_document`."""
         self._add(tokens, [len(tokens)], [mode])
 
     def end_document(self) -> None:
-        """Ends a document with the sequences since the end of the one before; there may be none."""
+        """Ends the current document, with all sequences since the previous end, possibly none."""
         self._end(np.array([self._num_sequences]))
 
     def add_document(
@@ -47,20 +47,20 @@ class IndexedDatasetWriter:
         """Adds a document.
 
         Args:
-            tokens: all its tokens.
-            lengths: of the sequences that it consists of; None: it is one.
-            modes: of these, -128 to 127, in a multimodal file; None: all 0.
+            tokens: all tokens of the document.
+            lengths: lengths of its sequences; None: it is one sequence.
+            modes: modes of its sequences, -128 to 127, in a multimodal file; None: all 0.
 
         Raises:
-            ValueError: the sequences are not the tokens, or a number is beyond what its type holds.
-            OSError: the disk.
+            ValueError: the lengths do not fit the tokens, or a number exceeds the range of its type.
+            OSError: the disk fails.
         """
         lengths = [len(tokens)] if lengths is None else lengths
         self._add(tokens, lengths, modes)
         self.end_document()
 
     def add_documents(self, tokens: Integer[np.ndarray, "tokens"], lengths: Int64[np.ndarray, "documents"]) -> None:
-        """Adds documents of one sequence each, as for a GPT, with these lengths; errors as of `add_document`."""
+        """Adds documents of these lengths, each one sequence, as GPT data has them; raises the errors of `add_document`."""
         before = self._num_sequences
         self._add(tokens, lengths, None)
         self._end(np.arange(before + 1, self._num_sequences + 1))
@@ -84,11 +84,11 @@ class IndexedDatasetWriter:
         self._num_ended = self._num_sequences
 
     def finish(self, index: BinaryIO) -> None:
-        """Writes the index of what was added.
+        """Writes the index of everything that was added.
 
         Raises:
-            ValueError: the last sequences are of no document.
-            OSError: the disk.
+            ValueError: the last document was not ended.
+            OSError: the disk fails.
         """
         if self._num_ended != self._num_sequences:
             raise ValueError("the last document was not ended: call end_document after its last add_item")
@@ -110,16 +110,17 @@ class IndexedDatasetWriter:
 def write_indexed(path: str | Path, dtype: np.dtype, *, with_modes: bool = False) -> Iterator[IndexedDatasetWriter]:
     """Writes a pair of files of any size.
 
-    Both get their names when the block ends without an error, the `.idx` last, or neither; a pair of that name is replaced.
+    Both files get their names when the block ends without an error, the `.idx` last; otherwise neither does. An existing
+    pair of that name is replaced.
 
     Args:
-        path: the pair, see `paths_of`; its directory must be there.
-        dtype: of the tokens: one of `TOKEN_DTYPES`, such as `token_dtype` says.
+        path: the pair, see `paths_of`; its directory must exist.
+        dtype: dtype of the tokens, one of `TOKEN_DTYPES`, such as the result of `token_dtype`.
         with_modes: whether sequences have modes.
 
     Raises:
         ValueError: the last document was not ended.
-        OSError: the disk.
+        OSError: the disk fails.
     """
     bin_path, idx_path = paths_of(path)
     dtype = dtype.newbyteorder("<")
@@ -130,19 +131,19 @@ def write_indexed(path: str | Path, dtype: np.dtype, *, with_modes: bool = False
         writer = IndexedDatasetWriter(dtype, tokens, lengths, indices, modes if with_modes else None)
         yield writer
         writer.finish(index)
-        idx_path.unlink(missing_ok=True)  # that of another .bin
+        idx_path.unlink(missing_ok=True)  # it belongs to another .bin
 
 
 def _parts(file: IO[bytes]) -> Iterator[bytes]:
-    """All that was written to the file."""
+    """Yields everything written to the file."""
     file.seek(0)
     while part := file.read(8 * CHUNK):
         yield part
 
 
 def _as(dtype: np.dtype, values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
-    """The values in this type, in one piece."""
+    """Returns the values as a contiguous array of this dtype."""
     array, limits = np.asarray(values), np.iinfo(dtype)
     if array.dtype != dtype and array.size and not limits.min <= array.min() <= array.max() <= limits.max:
-        raise ValueError(f"{what} of {array.min()} to {array.max()} are beyond {dtype.name}, {limits.min} to {limits.max}")
+        raise ValueError(f"{what} from {array.min()} to {array.max()} exceed {dtype.name}, {limits.min} to {limits.max}")
     return np.ascontiguousarray(array, dtype)

@@ -1,9 +1,9 @@
-"""Documents tokenized once, into shards that are never made twice.
+"""Tokenizes each document once, into shards of the cache.
 
-The documents of a group of files are cut into shards of about `SHARD_BYTES` of text. The shards of a group belong to one
-cache entry, addressed by the content of its files, the tokenizer and the format; they are written in order, so a process
-that is killed loses the shard it was at, and the next one goes on from there. One that is found damaged is made anew. What
-all shards of a source hold is in one small file, their index: a start opens this one, however many shards there are.
+The documents of a group of files are cut into shards of about `SHARD_BYTES` of text. The shards of a group form one cache
+entry, addressed by the content of its files, the tokenizer and the format. They are written in order: a killed process loses
+only its current shard, and the next process continues from there. Damaged shards are rebuilt. One small file, the index, has
+the totals of all shards of a source, so a start opens just this file, however many shards exist.
 """
 
 import itertools
@@ -30,23 +30,23 @@ from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import DataError
 
 SHARD_BYTES = GROUP_BYTES
-"""Text per shard: some ten seconds of work, which is what a kill can lose."""
+"""Number of bytes of text per shard: about ten seconds of work, the most that a killed process loses."""
 SHARD_TOKENS = 2**25
-"""A shard ends with the batch that reaches this, whatever its text."""
+"""A shard ends with the batch that reaches this number of tokens, however much text it has."""
 BATCH_BYTES = 2**23
-"""Text handed to the tokenizer at once, for its threads to share."""
+"""Number of bytes of text passed to the tokenizer at a time, to be shared by its threads."""
 DOCUMENT_BYTES = 64
-"""What a document, and a message of a conversation, count for beside their text: short ones take memory as well."""
+"""Number of bytes added to the size of each document and message, because short ones need memory as well."""
 
 FOLDER = "shards-2"
-"""Says how shards are written; the name of an entry says which documents they hold."""
+"""Folder name with the version of the format; the name of an entry identifies its documents."""
 _DOCUMENTS = "shard-1"
 _LONG = "whole"
-"""For those that may have documents which earlier versions cut."""
+"""Key for groups that may contain documents which earlier versions cut."""
 _CONVERSATIONS = "chat-4"
 
 READ_THREADS = 8
-"""Heads of shards read at once, which waits for the disk as much as for the processor."""
+"""Number of shard heads read at a time. Reading waits for the disk as much as for the processor."""
 
 _INDEX_FOLDER = "index-1"
 _TOTALS = ("tokens", "documents", "text_bytes", "space_signs", "empty", "bad")
@@ -54,51 +54,51 @@ _TOTALS = ("tokens", "documents", "text_bytes", "space_signs", "empty", "bad")
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokenized documents, read when asked for. Document d is `tokens[offsets[d]:offsets[d + 1]]`, its ends included."""
+    """Tokenized documents, read on access. Document d is `tokens[offsets[d]:offsets[d + 1]]`, with its bos and eos."""
 
     tokens: cache.CheckedArray
-    """uint16 or uint32 [num_tokens]."""
+    """Token ids, uint16 or uint32 [num_tokens]."""
     offsets: cache.CheckedArray
-    """int64 [num_documents + 1]."""
+    """Bounds of the documents, int64 [num_documents + 1]."""
     hashes: cache.CheckedArray
-    """uint64 [num_documents]: `split_hash` of the texts."""
+    """`split_hash` of each text, uint64 [num_documents]."""
     plain_hashes: cache.CheckedArray
-    """uint64 [num_documents]: `plain_hash` of the texts, or of their pieces."""
+    """`plain_hash` of each text or piece, uint64 [num_documents]."""
     text_bytes: int
-    """UTF-8 bytes of all texts."""
+    """Number of UTF-8 bytes of all texts."""
     first: int
-    """Documents that the source gave for the shards before it."""
+    """Number of documents that the source yielded for earlier shards."""
     num_space_signs: int
-    """Documents with U+2581, which SentencePiece writes for a space and reads as one."""
+    """Number of documents with U+2581, which SentencePiece writes for a space and reads as one."""
     num_empty: int
-    """Documents without text, which are left out."""
+    """Number of documents without text, which are left out."""
     num_bad: int
-    """Records that are left out because something is wrong with them."""
+    """Number of records that are left out because they are invalid."""
     first_bad: str
-    """What is wrong with the first of those, and where it is."""
+    """Error of the first invalid record, with its place."""
     last: bool
-    """Whether no shard of its group comes after it."""
+    """Whether this is the last shard of its group."""
     sha256: str
-    """Tells contents apart."""
+    """Hash that identifies the content."""
     learnt: cache.CheckedArray | None = None
-    """Of conversations: uint8 [ceil(num_tokens / 8)], a bit per token, set if it is learnt, the highest bit first."""
+    """For conversations, whether each token is trained on, as bits, highest first: uint8 [ceil(num_tokens / 8)]."""
     num_more: int = 0
-    """Documents beyond the first of their conversation, where the template does not let all answers be learnt in one."""
+    """Number of additional documents of conversations that become several, because one cannot train on all answers."""
 
     @property
     def num_read(self) -> int:
-        """Documents that the source gave for this shard."""
+        """Number of documents that the source yielded for this shard."""
         return len(self.hashes) - self.num_more + self.num_empty + self.num_bad
 
     def is_learnt(self, start: int, end: int) -> Bool[np.ndarray, "{end}-{start}"]:
-        """Which of these tokens of conversations are learnt."""
+        """Returns which of these tokens of conversations are trained on."""
         assert self.learnt is not None
         return np.unpackbits(self.learnt[start // 8 : -(-end // 8)])[start % 8 :][: end - start].astype(bool)
 
     def first_learnt(self) -> Int64[np.ndarray, "documents"]:
-        """Which of a document's tokens is the first that is learnt; past its end if none is.
+        """Returns the index within each document of the first token that is trained on; past its end if there is none.
 
-        That is never the one that begins it, which follows nothing.
+        A document's first token never counts, because nothing precedes it.
         """
         if self.learnt is None:
             return np.ones(len(self.hashes), np.int64)
@@ -108,7 +108,7 @@ class Shard:
 
 
 def shards_entry(group: HashedGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
-    """The directory of the group's shards; `template` is needed for those of conversations, and only for them matters."""
+    """Returns the directory of the group's shards; `template` is needed only for conversations and ignored otherwise."""
     key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
     if group.may_be_long and not group.is_chat:
         key.append(_LONG)
@@ -128,25 +128,25 @@ def tokenize(
     log_waiting: Callable[[str], None] | None = None,
     gigatoken: bool = True,
 ) -> None:
-    """Makes every shard that is not there yet; groups that another process works on are left to it, and waited for.
+    """Makes every missing shard. Groups that another process works on are left to it and waited for.
 
     Args:
-        groups: what to tokenize.
-        tokenizer: text to ids.
-        cache_dir: where the shards are kept.
-        log: takes a line for people to read.
-        template: conversations to text; needed if there are any.
-        log_waiting: takes the line that says what is waited for; default: `log`.
-        gigatoken: whether documents may be encoded by it, where its ids are proven to be the same.
+        groups: the files to tokenize.
+        tokenizer: tokenizer of the documents.
+        cache_dir: directory of the shards.
+        log: receives a line.
+        template: chat template, needed for conversations.
+        log_waiting: receives the line about waiting for another process; default: `log`.
+        gigatoken: whether documents may be encoded by gigatoken if its ids are proven to be the same.
 
     Raises:
-        DataError: a file cannot be read, or has changed since it was hashed, or the template refuses a conversation.
+        DataError: a file cannot be read or has changed since it was hashed, or the template refuses a conversation.
         DiskError: the disk fails.
     """
     is_missing = [not is_complete(shards_entry(group, tokenizer, cache_dir, template)) for group in groups]
     missing = list(itertools.compress(groups, is_missing))
     if missing and not disk.has_locks(cache_dir):
-        log(f"note       {cache_dir} has no file locks: every process tokenizes for itself")
+        log(f"note       {cache_dir} has no file locks: every process tokenizes separately")
     announce_fetching(missing, log)
     if gigatoken:
         choose_encoder(tokenizer, missing, cache_dir, log)
@@ -158,7 +158,7 @@ def tokenize(
         others = [group for group in missing if not completed(group, wait=False)]
         if others:
             say = log_waiting or log
-            say(f"waiting    for another process that tokenizes {len(others)} of {len(groups)} groups of files")
+            say(f"waiting    for another process to tokenize {len(others)} of {len(groups)} groups of files")
         for group in others:
             completed(group, wait=True)
 
@@ -171,21 +171,21 @@ def remake(
     log: Callable[[str], None],
     template: ChatTemplate | None = None,
 ) -> None:
-    """Makes the group's damaged shard again, unless another process did; arguments and errors as of `tokenize`."""
-    with TokenizingProgress(group.num_bytes, log, animate=False) as progress:  # beside the training's own bar
+    """Rebuilds the group's damaged shard, unless another process did; has the arguments and errors of `tokenize`."""
+    with TokenizingProgress(group.num_bytes, log, animate=False) as progress:  # the training has its own bar
         complete(group, tokenizer, template, cache_dir, progress, log, wait=True, suspect=damaged)
 
 
 def shard_paths(entry: Path) -> list[Path]:
-    """The shards that are there, in order, up to the first that is missing."""
+    """Returns the paths of existing shards, in order, up to the first that is missing."""
     return list(itertools.takewhile(Path.exists, (shard_path(entry, number) for number in itertools.count())))
 
 
 def read_shard(path: Path) -> Shard:
-    """A shard, of which only the head is read.
+    """Returns a shard, reading only its head.
 
     Raises:
-        DamagedError: it is gone or damaged; also when a part of an array is read that is.
+        DamagedError: it is missing or damaged; reading a damaged part of an array raises it later.
         OSError: the disk fails, after several attempts.
     """
     file = cache.read_arrays(path)
@@ -193,7 +193,7 @@ def read_shard(path: Path) -> Shard:
 
 
 def is_complete(entry: Path) -> bool:
-    """Whether the entry has all of its group's shards; asked of the last one only."""
+    """Returns whether the entry has all of its group's shards; checks only the last one."""
     paths = shard_paths(entry)
     try:
         return bool(paths) and read_shard(paths[-1]).last
@@ -202,7 +202,7 @@ def is_complete(entry: Path) -> bool:
 
 
 def shard_path(entry: Path, number: int) -> Path:
-    """Where the entry's shard of this number is, or would be."""
+    """Returns the path of the entry's shard with this number, which may not exist."""
     return entry / f"{number:06d}.shard"
 
 
@@ -217,9 +217,9 @@ def complete(
     wait: bool,
     suspect: Path | None = None,
 ) -> bool:
-    """Writes the group's missing or damaged shards; False if another process is at it and `wait` is not set.
+    """Writes the group's missing or damaged shards; returns False if another process does so and `wait` is not set.
 
-    Of the shards that are there only the heads are read, of `suspect` everything. Other arguments and errors as of
+    Only the heads of existing shards are read, but `suspect` is read completely. Other arguments and errors are the ones of
     `tokenize`.
     """
     entry = shards_entry(group, tokenizer, cache_dir, template)
@@ -227,7 +227,7 @@ def complete(
         if not mine:
             return False
         documents = group.documents()
-        num_documents = num_passed = 0  # in the shards so far; of those, by the iterator
+        num_documents = num_passed = 0  # documents in the shards so far; the iterator's share of them
         last = False
         for number in itertools.count():
             path = shard_path(entry, number)
@@ -250,10 +250,10 @@ def complete(
 
 
 def _intact(path: Path, log: Callable[[str], None], *, wholly: bool) -> Shard | None:
-    """The shard, if it is there and not damaged, as far as it is looked at."""
+    """Returns the shard if it exists and no damage is found."""
     if not path.exists():
         if wholly:
-            log(f"damaged    {path}: is not there; rebuilding it")
+            log(f"damaged    {path}: is missing; rebuilding it")
         return None
     try:
         if wholly:
@@ -274,7 +274,7 @@ def _next_shard(
     progress: Progress,
     log: Callable[[str], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Tokenizes documents until the shard is full or they end, conversations with their template; the fields of `Shard`."""
+    """Tokenizes documents until the shard is full or they end, conversations with a template; returns `Shard`'s fields."""
     tokens = Spool(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32), entry)
     lengths = [np.zeros(1, np.int64)]
     hashes, plain_hashes, learnt = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
@@ -341,8 +341,8 @@ def _next_shard(
             if found.num_unknown:
                 log(
                     f"note       {group.source.key}: of the {found.num_pieces} pieces in which a document of"
-                    f" {found.text_bytes:,} bytes is encoded, {found.num_unknown} end where its ids may be others than"
-                    " those of the whole, for want of the end of a word; it is one document all the same"
+                    f" {found.text_bytes:,} bytes is encoded, {found.num_unknown} do not end at a word, so some ids may"
+                    " differ from the whole document's; it remains one document"
                 )
     arrays = {
         "tokens": tokens.array(),
@@ -359,13 +359,13 @@ def _next_shard(
 
 
 def _size(document: Document) -> int:
-    """What a document takes, bytes, roughly."""
+    """Returns the approximate memory that a document takes, in bytes."""
     num_messages = len(document.conversation.messages) if document.conversation else 0
     return utf8_length(document.text) + DOCUMENT_BYTES * (1 + num_messages)
 
 
 def _pass_over(documents: Iterator[Document], number: int) -> None:
-    """Goes on behind so many documents, of which some come in pieces."""
+    """Skips this many documents, including all pieces of long ones."""
     for _ in range(number):
         while (document := next(documents, None)) is not None and document.goes_on:
             pass
@@ -374,7 +374,7 @@ def _pass_over(documents: Iterator[Document], number: int) -> None:
 def _encode_conversations(
     documents: Sequence[Document], tokenizer: Tokenizer, template: ChatTemplate, leave_out: Callable[[str], None]
 ) -> list[tuple[Document, list[Encoded]]]:
-    """The conversations that the template takes; `leave_out` is told what is wrong with the others."""
+    """Returns the conversations that the template accepts; `leave_out` receives the errors of the others."""
     encoded = []
     for document in documents:
         assert document.conversation is not None
@@ -386,56 +386,56 @@ def _encode_conversations(
 
 
 class ShardIndex:
-    """The totals and hashes of shards, in the order of their cache entries."""
+    """Totals and hashes of shards, in the order of their cache entries."""
 
     def __init__(self, path: Path) -> None:
         """Reads the file of `write_index`.
 
         Raises:
-            DamagedError: it is not there, or is damaged.
+            DamagedError: it is missing or damaged.
         """
         file = cache.read_arrays(path)
         self.entries = cache.hashes_of_array(file.arrays["entries"][:])
         """Names of the cache entries."""
         self.sha256_of_shard = cache.hashes_of_array(file.arrays["sha256"][:])
-        """Tell the shards' contents apart."""
+        """Hashes that identify the contents of the shards."""
         totals = {name: file.arrays[name][:].copy() for name in _TOTALS}
         self.tokens_of_shard = totals["tokens"]
-        """int64 [shards]."""
+        """Number of tokens of each shard, int64 [shards]."""
         self.documents = int(totals["documents"].sum())
         self.text_bytes = int(totals["text_bytes"].sum())
-        """UTF-8 bytes of all texts."""
+        """Number of UTF-8 bytes of all texts."""
         self.space_signs = int(totals["space_signs"].sum())
-        """Documents with U+2581."""
+        """Number of documents with U+2581."""
         self.empty = int(totals["empty"].sum())
-        """Documents without text, which are left out."""
+        """Number of documents without text, which are left out."""
         self.bad = int(totals["bad"].sum())
-        """Records that are left out because something is wrong with them."""
+        """Number of records that are left out because they are invalid."""
         self.more: int = file.info.get("more", 0)
-        """Documents beyond the first of their conversation."""
+        """Number of additional documents of conversations that become several."""
         self.first_bad: str = file.info["first_bad"]
-        """What is wrong with the first of them."""
+        """Error of the first invalid record."""
         self._first_of_entry = np.cumsum([0, *file.arrays["num_shards"][:]])
 
     def __len__(self) -> int:
         return len(self.tokens_of_shard)
 
     def place(self, shard: int) -> tuple[str, int]:
-        """The name of the entry that a shard is of, and its number there."""
+        """Returns the name of a shard's entry and the shard's number in it."""
         entry = int(np.searchsorted(self._first_of_entry, shard, side="right")) - 1
         return self.entries[entry], shard - int(self._first_of_entry[entry])
 
 
 def index_path(entries: Sequence[Path], cache_dir: Path) -> Path:
-    """Where the index of these cache entries of shards is, or would be."""
+    """Returns the path of the index of these cache entries, which may not exist."""
     return cache_dir / _INDEX_FOLDER / cache.key_of([entry.name for entry in entries]) / "shards"
 
 
 def write_index(entries: Sequence[Path], path: Path) -> None:
-    """Reads the heads of all shards of complete entries, and writes their index, unless another process did.
+    """Reads the heads of all shards of complete entries and writes their index, unless another process did.
 
     Raises:
-        DamagedError: a shard is not there, or its head is damaged.
+        DamagedError: a shard is missing, or its head is damaged.
         OSError: the disk fails.
     """
     with disk.locked(path.parent):
@@ -464,17 +464,17 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
 
 
 class _Head(NamedTuple):
-    """What a shard says about itself."""
+    """Head of a shard."""
 
     sha256: str
     totals: tuple[int, ...]
-    """In the order of `_TOTALS`."""
+    """Values in the order of `_TOTALS`."""
     first_bad: str
     more: int
 
 
 def _heads(entry: Path) -> list[_Head]:
-    """Of each shard of the entry."""
+    """Returns the head of each shard of the entry."""
     heads, last = [], False
     for number in itertools.count():
         if last:

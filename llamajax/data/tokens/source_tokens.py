@@ -1,4 +1,4 @@
-"""The tokens of a source: where they are, what is counted of them, and how what is damaged of them is made again."""
+"""Tokens of a source: where they are stored, their counts, and how damaged files are rebuilt."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -16,72 +16,78 @@ from llamajax.errors import DataError
 
 
 class Counts(NamedTuple):
-    """What a source holds."""
+    """Counts of a source."""
 
     documents: int
     tokens: int
     text_bytes: int
-    """UTF-8 bytes of all texts."""
+    """Number of UTF-8 bytes of all texts."""
     space_signs: int = 0
-    """Documents with U+2581."""
+    """Number of documents with U+2581."""
     empty: int = 0
-    """Documents without text, which are left out."""
+    """Number of documents without text, which are left out."""
     bad: int = 0
-    """Records that are left out because something is wrong with them."""
+    """Number of records that are left out because they are invalid."""
     first_bad: str = ""
-    """What is wrong with the first of them."""
+    """Error of the first invalid record."""
     more: int = 0
-    """Documents beyond the first of their conversation, whose template does not let all answers be learnt in one."""
+    """Number of additional documents of conversations that become several, because one cannot train on all answers."""
 
 
 class SourceTokens(Protocol):
-    """What rows are made of."""
+    """Tokens that rows are made from."""
 
     source: Source
 
     @property
     def store(self) -> TokenStore:
-        """Where they are."""
+        """Store that reads the tokens."""
         ...
 
     @property
     def counts(self) -> Counts:
-        """What the source holds."""
+        """Counts of the source."""
         ...
 
     @property
     def key(self) -> Any:
-        """What decides the documents and their tokens, as a JSON value."""
+        """JSON value that identifies the documents and their tokens."""
         ...
 
     @property
     def split(self) -> Any:
-        """What decides their sides, as a JSON value."""
+        """JSON value that decides on which side of the split each document is."""
         ...
 
     @property
     def content(self) -> list[str]:
-        """What tells the contents of the files apart that tokens are read from."""
+        """Hashes that identify the contents of the files with the tokens."""
         ...
 
     def remake(self, damaged: Path) -> None:
-        """Makes a damaged file again.
+        """Rebuilds a damaged file.
 
         Raises:
-            DataError: it cannot be made again.
+            DataError: it cannot be rebuilt.
             DiskError: the disk fails.
         """
         ...
 
 
 class ShardedTokens:
-    """The tokens of documents, in shards of the cache."""
+    """Tokens of documents, in shards of the cache."""
 
     def __init__(self, source: Source, index: Path, groups: Callable[[], Sequence[HashedGroup]], by: Tokenizing) -> None:
-        """Takes the index of the source's shards, which is made if it is not there, and what gives the source's groups.
+        """Stores the arguments and writes the index if it is missing.
+
+        Args:
+            source: the source.
+            index: path of the index of its shards.
+            groups: returns the source's groups.
+            by: what the documents are tokenized with.
 
         Raises:
-            DataError: what is missing or damaged cannot be made.
+            DataError: a missing or damaged file cannot be made.
             DiskError: the disk fails.
         """
         self.source, self.split = source, by.held_out_fraction
@@ -113,7 +119,7 @@ class ShardedTokens:
         by = self._by
         entries = self._entries()
         if index_path(entries, by.cache_dir) != self.store.index_path:
-            raise DataError(f"{self.source.key}.paths: was changed since the start; run again when it is at rest")
+            raise DataError(f"{self.source.key}.paths: changed since the start; run again once it no longer changes")
         if damaged == self.store.index_path:
             by.log(f"damaged    {damaged}; rebuilding it")
             write_index(entries, damaged)
@@ -126,8 +132,8 @@ class ShardedTokens:
         self.store.read_again()
         if damaged != self.store.index_path and self._is_another(damaged):
             raise DataError(
-                f"{damaged}: has other tokens than when it was made first, as by another version of the tokenizer's library;"
-                f" remove {self.store.index_path.parent} to take them"
+                f"{damaged}: has other tokens than at first, perhaps because of another version of the tokenizer's library;"
+                f" remove {self.store.index_path.parent} to accept them"
             )
 
     def _read_index(self) -> ShardIndex:
@@ -139,7 +145,7 @@ class ShardedTokens:
         return entries_of(self._groups(), self._by)
 
     def _is_another(self, shard: Path) -> bool:
-        """Whether a shard is whole, but not the one that the index knows."""
+        """Returns whether a shard is intact but differs from the one in the index."""
         with contextlib.suppress(cache.DamagedError):
             return any(
                 self.store.path(part) == shard and sha256 != read_shard(shard).sha256
@@ -149,5 +155,5 @@ class ShardedTokens:
 
 
 def entries_of(groups: Sequence[HashedGroup], by: Tokenizing) -> list[Path]:
-    """The cache entries of the groups' shards."""
+    """Returns the cache entries of the groups' shards."""
     return [shards_entry(group, by.tokenizer, by.cache_dir, by.template) for group in groups]

@@ -1,4 +1,4 @@
-"""Where the tokens of a source are, a part at a time: what packing and rows read."""
+"""Gives packing and rows access to the tokens of a source, one part at a time."""
 
 import functools
 from dataclasses import dataclass
@@ -13,39 +13,39 @@ from llamajax.data.documents.split import is_held_out
 from llamajax.data.tokens.shards import FOLDER, Shard, ShardIndex, read_shard, shard_path
 
 MAX_KNOWN_SHARDS = 2**12
-"""Shards whose heads, of up to 35 KB, stay in memory after a row was read from them."""
+"""Maximum number of shard heads, each up to 35 KB, that stay in memory after a row was read from them."""
 
 TRAIN, HELD_OUT = SIDES = ("train", "held_out")
-"""Of the split."""
+"""Sides of the split."""
 
 
 class Documents(NamedTuple):
-    """What is to be known of the documents of a part, in order, before they are packed."""
+    """Properties of the documents of a part, in order, that packing needs."""
 
     starts: Int64[np.ndarray, "documents"]
-    """Place of each one's first token in the part."""
+    """Index of each document's first token in the part."""
     lengths: Int64[np.ndarray, "documents"]
-    """Tokens that rows may take, from its first one on; below 2 if they take none."""
+    """Number of tokens that rows may use, from the first one on; below 2 if they use none."""
     sides: UInt8[np.ndarray, "documents"]
-    """Its side of the split, by its number in `SIDES`; above them if it is on neither."""
+    """Index in `SIDES` of each document's side of the split; higher if it is on neither."""
     is_cut: Bool[np.ndarray, "documents"]
-    """Conversations of which only the beginning is within a row."""
+    """Whether each document is a conversation that exceeds a row, so that only its beginning is used."""
     is_left_out: Bool[np.ndarray, "documents"]
-    """Conversations without an answer within a row."""
+    """Whether each document is a conversation without an answer within a row."""
     is_moved: Bool[np.ndarray, "documents"]
-    """Whether an earlier rule had it on the other side."""
+    """Whether an earlier rule put each document on the other side."""
 
 
 class TokenStore(Protocol):
-    """The tokens of one source. Can be sent to other processes."""
+    """Access to the tokens of one source. It can be sent to other processes."""
 
     @property
     def tokens_of_part(self) -> Int64[np.ndarray, "parts"]:
-        """How many tokens each part has."""
+        """Number of tokens of each part."""
         ...
 
     def documents(self, part: int, seq_len: int) -> Documents:
-        """The documents of a part, for rows of `seq_len` tokens.
+        """Returns the documents of a part, for rows of `seq_len` tokens.
 
         Raises:
             DamagedError: a file of the cache is damaged.
@@ -54,8 +54,9 @@ class TokenStore(Protocol):
         ...
 
     def piece(self, part: int, start: int, length: int) -> tuple[Integer[np.ndarray, "_"], Bool[np.ndarray, "_"] | None]:
-        """`length` tokens of a part from `start` on and the one behind them, read-only, and of conversations which of them
-        but the first are learnt.
+        """Returns `length` tokens of a part from `start` on and the one after them, read-only.
+
+        For conversations, the second value says which of them, except the first, are trained on.
 
         Raises:
             DamagedError: a file of the cache is damaged.
@@ -66,26 +67,26 @@ class TokenStore(Protocol):
 
 @dataclass(frozen=True)
 class ShardStore:
-    """Tokens in shards of the cache, each of which is a part."""
+    """Tokens in shards of the cache; each shard is a part."""
 
     cache_dir: Path
     index_path: Path
-    """Of the shards' totals."""
+    """File with the shards' totals."""
     held_out_fraction: float
     """Share of the documents that is held out."""
 
     @functools.cached_property
     def index(self) -> ShardIndex:
-        """The shards' totals, read when they are asked for the first time."""
+        """Totals of the shards, read on first access."""
         return ShardIndex(self.index_path)
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the totals, which another process reads for itself."""
+        """Omits the totals, which another process reads itself."""
         return {name: value for name, value in vars(self).items() if name != "index"}
 
     @property
     def tokens_of_part(self) -> Int64[np.ndarray, "parts"]:
-        """Tokens of each shard."""
+        """Number of tokens of each shard."""
         return self.index.tokens_of_shard
 
     def documents(self, part: int, seq_len: int) -> Documents:
@@ -112,16 +113,16 @@ class ShardStore:
         return shard.tokens[start : start + length + 1], learnt
 
     def shard(self, part: int) -> Shard:
-        """A shard; raises `DamagedError` if it is gone, damaged, or not the one of the index."""
+        """Returns a shard; raises `DamagedError` if it is missing, damaged, or not the one in the index."""
         return _read(self.path(part), self.index.sha256_of_shard[part])
 
     def path(self, part: int) -> Path:
-        """The file of a shard."""
+        """Returns the path of a shard."""
         entry, number = self.index.place(part)
         return shard_path(self.cache_dir / FOLDER / entry, number)
 
     def read_again(self) -> None:
-        """Forgets what is remembered of the files, after one was made again."""
+        """Drops everything cached from the files, after one was rebuilt."""
         _shard.cache_clear()
         vars(self).pop("index", None)
 
@@ -129,7 +130,7 @@ class ShardStore:
 def _read(path: Path, sha256: str) -> Shard:
     shard = read_shard(path)
     if shard.sha256 != sha256:
-        raise cache.DamagedError(path, "is not the one that the index knows")
+        raise cache.DamagedError(path, "is not the one in the index")
     return shard
 
 

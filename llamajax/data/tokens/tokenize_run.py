@@ -1,4 +1,4 @@
-"""The documents of a run as tokens, before they are packed: made where they are missing, by all processes together."""
+"""Provides the documents of a run as tokens, before packing; all processes together make what is missing."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ from llamajax.processes import peers
 
 
 class Tokenized(NamedTuple):
-    """The tokens of a run's sources, and by what they are made."""
+    """Tokens of a run's sources, and what they are made with."""
 
     sources: tuple[SourceTokens, ...]
     by: Tokenizing
@@ -45,7 +45,11 @@ def tokenized(
     models_tokenizer: Tokenizer | None,
     run: MapTasks = map,
 ) -> Tokenized:
-    """Arguments and errors are those of `llamajax.data.rows.dataset.prepare`, but the cache's stay `OSError`s."""
+    """Returns the tokens of all sources, making the missing ones.
+
+    Arguments and errors are the ones of `llamajax.data.rows.dataset.prepare`, except that errors of the cache stay
+    `OSError`s.
+    """
     sources = sources_of(config.data)
     for source in sources:
         log(f"source     {source}")
@@ -56,9 +60,9 @@ def tokenized(
 
     told = peers.of_first(_made(config, sources, models_tokenizer, by_of, log_work)) if peers.current() is not None else None
     if told is not None and not _is_here(told["files"], cache_dir):
-        told = None  # this host has another disk
+        told = None  # this host does not share the disk
     if told is None and peers.rank() == 0:
-        for source in sources[1:]:  # before the hours that those before it may take
+        for source in sources[1:]:  # find errors before hours of work on earlier sources
             if not source.format.is_tokenized and known_groups(source, cache_dir, lambda line: None) is None:
                 look_at(source)
     if told is not None:
@@ -75,7 +79,7 @@ def tokenized(
     else:
         all_groups = [group for of_source in groups_of for group in of_source()]
         by = by_of(tokenizer_for(config, models_tokenizer, all_groups, cache_dir, log_work))
-        check_megatron(config, cache_dir, log_work)  # before the hours that tokenizing other sources may take
+        check_megatron(config, cache_dir, log_work)  # before hours of tokenizing other sources
         indexes = [_index(source, of_source(), by) for source, of_source in zip(sources, groups_of, strict=True)]
         missing = [of_source() for of_source, index in zip(groups_of, indexes, strict=True) if not index.exists()]
         new = list(itertools.chain.from_iterable(missing))
@@ -93,9 +97,9 @@ def tokenized(
 
 
 def look_at_data(config: Config, models_tokenizer: Tokenizer | None, log: Callable[[str], None]) -> None:
-    """Looks at what `tokenized` begins with, and makes nothing of it: a record of every source, tokenizer and chat template.
+    """Checks what `tokenized` starts from, without making anything: one record per source, tokenizer, chat template.
 
-    Arguments and errors are those of `llamajax.data.rows.dataset.prepare`.
+    Arguments and errors are the ones of `llamajax.data.rows.dataset.prepare`.
     """
     for source in sources_of(config.data):
         log(f"source     {source}")
@@ -107,15 +111,15 @@ def look_at_data(config: Config, models_tokenizer: Tokenizer | None, log: Callab
 
 
 def look_at(source: Source) -> None:
-    """Reads the first record of a source that is not left out; raises as `Source.look` and `Source.documents` do."""
+    """Reads the first valid record of a source; raises the errors of `Source.look` and `Source.documents`."""
     next((document for document in source.documents(source.look().files) if not document.error), None)
 
 
 def check_megatron(config: Config, cache_dir: Path, log: Callable[[str], None]) -> None:
-    """Checks the sources that are tokenized already; what is known of them is kept in the cache.
+    """Checks the sources that are already tokenized, and keeps the results in the cache.
 
     Raises:
-        DataError: one is not what it should be, or has ids beyond the model's vocabulary.
+        DataError: a source is invalid or has ids outside the model's vocabulary.
         DiskError: the disk fails.
     """
     for source in sources_of(config.data):
@@ -128,31 +132,31 @@ def _megatron_tokens(config: Config, source: Source, parts: Path, log: Callable[
 
 
 def sources_of(data: DataConfig) -> list[Source]:
-    """The sources of the run, with their keys."""
+    """Returns the sources of the run, with their keys."""
     cache_dir = Path(data.cache_dir).expanduser()
     return [Source(source, f"data.sources[{index}]", cache_dir) for index, source in enumerate(data.sources)]
 
 
 def _groups(source: Source, cache_dir: Path, log: Callable[[str], None]) -> Sequence[HashedGroup]:
-    """The source's groups of files to tokenize."""
+    """Returns the source's groups of files to tokenize."""
     return [] if source.format.is_tokenized else group_files(source, cache_dir, log)
 
 
 def _index(source: Source, groups: Sequence[HashedGroup], by: Tokenizing) -> Path:
-    """Where the totals of the source's tokens are, or would be."""
+    """Returns the path of the totals of the source's tokens, which may not exist."""
     if source.format.is_tokenized:
         return parts_path(source, by.cache_dir)
     return index_path(entries_of(groups, by), by.cache_dir)
 
 
 def _is_here(names: Sequence[str], cache_dir: Path) -> bool:
-    """Whether this host's cache has what process 0 tells of; the trained tokenizer, if that is one, whole."""
+    """Returns whether this host's cache has the files that process 0 names; a trained tokenizer must also be intact."""
     trained, *indexes = [cache_dir / name for name in names]
     return (trained == cache_dir or cache.is_whole(trained)) and all(index.exists() for index in indexes)
 
 
 def _source_config(fields: dict[str, Any]) -> SourceConfig:
-    """The source that `dataclasses.asdict` told."""
+    """Rebuilds the source from the fields of `dataclasses.asdict`."""
     return SourceConfig(**{**fields, "paths": tuple(fields["paths"])})
 
 
@@ -163,10 +167,10 @@ def _made(
     by_of: Callable[[Tokenizer], Tokenizing],
     log: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """What process 0 tells the others, who then need not ask for thousands of files; None where not all of it is there.
+    """Returns what process 0 sends to the others, which then need not open thousands of files; None unless all of it exists.
 
-    `files` are names in the cache of the trained tokenizer, if there is one, and of the totals of all sources; `sources`
-    what these are, cleaned or not; `lines` what is to be said of it.
+    `files` are the names in the cache of the trained tokenizer, if there is one, and of the totals of all sources. `sources`
+    are the sources, cleaned or not. `lines` are the log lines about them.
     """
     if peers.rank() > 0:
         return None
@@ -200,7 +204,7 @@ def _made(
 def _known_groups(
     sources: Sequence[Source], cache_dir: Path, log: Callable[[str], None]
 ) -> list[Sequence[HashedGroup]] | None:
-    """The groups of every source, if the cache knows the hashes of all."""
+    """Returns the groups of every source if the cache has the hashes of all of them."""
     found: list[Sequence[HashedGroup]] = []
     for source in sources:
         known = [] if source.format.is_tokenized else known_groups(source, cache_dir, log)

@@ -146,7 +146,7 @@ def test_repetition_is_that_of_the_table():
             assert finding is None
         else:
             assert finding is not None
-            assert finding[1].startswith(f"{shares[expected]:.1%} of it")
+            assert finding[1].startswith(f"{shares[expected]:.1%} is ")
             assert f" of {expected} words" in finding[1]
     assert broken[None] > 50
     assert len(broken) > 3, "texts that break several rows of the table"

@@ -332,7 +332,7 @@ def test_rows_in_the_order_of_a_list_of_indices_are_refused(tmp_path, datasets):
     with pytest.raises(DataError) as caught:
         source(folder).files()
     assert str(caught.value) == (
-        f"{folder}: data.sources[0].paths: has its rows in another order than its files, by a list of indices; save it again"
+        f"{folder}: data.sources[0].paths: has its rows in another order than its files, given by indices; save it again"
         " after flatten_indices()"
     )
     (folder / "state.json").write_text(json.dumps(state | {"_indices_files": []}))

@@ -214,9 +214,7 @@ def test_a_listing_that_fails_is_tried_again(tmp_path, web, pauses):
 def test_what_does_not_pass_may_be_started_again(tmp_path, web, pauses, trouble, reason):
     web.files["/a.jsonl"] = LINES
     web.trouble = lambda method, path, number: trouble if method == "GET" else None
-    message = (
-        rf"^{web.url}/a.jsonl: data.sources\[0\].paths: cannot be fetched: {reason}, 4 times; see to network and server"
-    )
+    message = rf"^{web.url}/a.jsonl: data.sources\[0\].paths: cannot be fetched: {reason}, 4 times; check the network and"
     with pytest.raises(DiskError, match=message) as caught:
         texts(source(tmp_path, f"{web.url}/a.jsonl?X-Amz-Signature=secret"))
     assert caught.value.exit_code == 74
@@ -242,11 +240,11 @@ def error_of(package, name, base: type = Exception, **fields):
         (error_of("botocore", "NoCredentialsError"), DataError, "cannot be fetched: reason https://h/x; correct or remove"),
         (
             error_of("botocore", "ClientError", OSError, response={"ResponseMetadata": {"HTTPStatusCode": 403}}),
-            DataError, "may not be read: HTTP 403 Forbidden; see to your credentials",
+            DataError, "may not be read: HTTP 403 Forbidden; check your credentials",
         ),
         (OSError(5, "Input/output error"), DiskError, "cannot be fetched: [Errno 5] Input/output error, 4 times"),
         (OSError("Forbidden: a"), DataError, "cannot be fetched: Forbidden: a; correct or remove the path"),
-        (PermissionError("no"), DataError, "may not be read: no; see to your credentials for this store"),
+        (PermissionError("no"), DataError, "may not be read: no; check your credentials for this store"),
     ],
 )  # fmt: skip
 def test_errors_of_stores_are_told_apart(tmp_path, memory, monkeypatch, pauses, error, kind, told):
@@ -271,8 +269,8 @@ def test_a_server_that_is_not_there(tmp_path, pauses):
     ("status", "message"),
     [
         (404, "does not exist; correct or remove the path"),
-        (403, "may not be read: HTTP 403 Forbidden; see to your credentials for this store, or correct the path"),
-        (401, "may not be read: HTTP 401 Unauthorized; see to your credentials"),
+        (403, "may not be read: HTTP 403 Forbidden; check your credentials for this store, or correct the path"),
+        (401, "may not be read: HTTP 401 Unauthorized; check your credentials"),
         (400, "cannot be fetched: HTTP 400 Bad Request; correct or remove the path"),
     ],
 )

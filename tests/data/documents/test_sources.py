@@ -174,7 +174,7 @@ def test_directories_that_a_pattern_matches_are_told(folder, tmp_path):
     beside = f"1 directories that match a pattern, such as {folder}/x; name them to use them"
     assert log == [f"left out   data.sources[0]: {beside}"]
     with pytest.raises(
-        DataError, match=r"^data.sources\[0\].paths: '.*/x\*' matches directories alone, such as .*/x; write '"
+        DataError, match=r"^data.sources\[0\].paths: '.*/x\*' matches only directories, such as .*/x; write '"
     ):
         found("jsonl", f"{folder}/x*")
     assert found("jsonl", f"{folder}/x*/**/*.json").files == [folder / "x/y/c.json"]

@@ -236,7 +236,7 @@ def test_what_is_refused(tmp_path, tokenizer):
     (tmp_path / "added_tokens.json").write_text('{"[PAD]": 286}')
     refused(
         ConfigError,
-        r"raise it to 287 or more, or take \[PAD\] out of the files beside it if the model has no rows for them",
+        r"raise it to 287 or more, or remove \[PAD\] from the files beside it if the model has no rows for them",
         config_for(tmp_path, a, vocab_size=286),
     )
     (tmp_path / "added_tokens.json").unlink()
@@ -245,7 +245,7 @@ def test_what_is_refused(tmp_path, tokenizer):
     refused(DataError, r"there is no text to train a tokenizer on", config_for(tmp_path, empty, tokenizer=TokenizerConfig()))
     refused(
         DataError,
-        r"data.held_out_fraction: 0.0001 of the documents is none; raise it, add documents, or set train.eval_batches=0",
+        r"data.held_out_fraction: 0.0001 holds out no document; raise it, add documents, or set train.eval_batches=0",
         config_for(tmp_path, a, held_out_fraction=0.0001, eval_batches=1),
     )
     assert len(prepare(config_for(tmp_path, a, held_out_fraction=0.0001), log=lambda line: None).held_out_rows) == 0

@@ -147,4 +147,4 @@ def test_nothing_is_made_twice(tmp_path, monkeypatch):
 def test_a_damaged_error_comes_from_another_process_whole():
     error = pickle.loads(pickle.dumps(cache.DamagedError(Path("a/b"), "is damaged")))
     assert (error.path, error.reason) == (Path("a/b"), "is damaged")
-    assert str(error) == "a/b: is damaged; run again, which makes it again"
+    assert str(error) == "a/b: is damaged; run again to rebuild it"

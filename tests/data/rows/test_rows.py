@@ -138,7 +138,7 @@ def test_the_content_is_what_the_rows_are_read_from(tmp_path, config):
     cache.write_arrays(path, arrays, file.info)
     log = []
     np.testing.assert_equal(all_rows(prepare(config, log=log.append)), all_rows(dataset))
-    assert log[2] == f"damaged    {path}: is not there; rebuilding it"
+    assert log[2] == f"damaged    {path}: is missing; rebuilding it"
     assert path.read_bytes() == whole
     cache.write_arrays(path, arrays, file.info)
     shutil.rmtree(tmp_path / "cache" / "index-1")  # as if such a version had made all
@@ -154,9 +154,7 @@ def test_a_shard_that_becomes_another_when_it_is_made_again_is_refused(tmp_path,
     path = cached(tmp_path, "*.shard")[0]
     path.unlink()
     stores._shard.cache_clear()
-    message = (
-        rf"^{path}: has other tokens than when it was made first, as .*; remove {tmp_path}/cache/index-1/\w+ to take them"
-    )
+    message = rf"^{path}: has other tokens than at first, .*; remove {tmp_path}/cache/index-1/\w+ to accept them"
     with pytest.raises(DataError, match=message):
         all_rows(dataset)
 
@@ -210,7 +208,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, config, monkeypatch):
     elsewhere = config.changed({"data.cache_dir": str(tmp_path / "elsewhere")})
     log = []
     np.testing.assert_equal(all_rows(prepare(elsewhere, log=log.append)), expected)
-    assert f"note       {tmp_path}/elsewhere has no file locks: every process tokenizes for itself" in log
+    assert f"note       {tmp_path}/elsewhere has no file locks: every process tokenizes separately" in log
 
 
 @pytest.fixture

@@ -135,20 +135,21 @@ CAPPED = SourceConfig(kind="stdlib", max_epochs=2.0)
         (
             [stage(0, 1.0, 1.0)],
             100,
-            "the 4 epochs that the run's 100 steps would take of it; lower its weight to at most 0.333,",
+            "the 4 epochs that the run's 100 steps would make through it; lower its weight to at most 0.333,",
         ),
         ([stage(0, 1.0, 1.0)], 100, "lower train.num_steps to at most 50 or raise it"),
         (
             [stage(0, 1.0, 0.0)],
             300,
-            "the 2.667 epochs that the run's 100 steps would take of it; lower train.num_steps to at",
+            "the 2.667 epochs that the run's 100 steps would make through it; lower train.num_steps to at",
         ),
         (
             [stage(0, 1.0, 3.0), stage(50, 1.0, 1.0)],
             100,
-            "the 3 epochs that the run's 100 steps would take of it; lower its weights to at most 0.532 of what they are,",
+            "the 3 epochs that the run's 100 steps would make through it; lower its weights to at most 0.532 of their"
+            " values,",
         ),
-        ([stage(0, 1.0, 0.0)], 1, "the 800 epochs that the run's 100 steps would take of it; raise it"),
+        ([stage(0, 1.0, 0.0)], 1, "the 800 epochs that the run's 100 steps would make through it; raise it"),
     ],
 )
 def test_a_source_that_would_be_gone_through_too_often_is_refused_with_what_helps(stages, num_rows, message):

@@ -74,7 +74,7 @@ def normalizing(path):
             + r" and \d+ documents$",
         ),
         (unigram, OWN + r": gigatoken [\d.]+ does not support this tokenizer: only BPE sentencepiece models are sup"),
-        (normalizing, OWN + r", 1.0 MB/s: gigatoken [\d.]+ gives other ids for '"),
+        (normalizing, OWN + r", 1.0 MB/s: gigatoken [\d.]+ returns other ids for '"),
     ],
 )
 def test_the_way_is_told_and_the_cache_is_the_same(tmp_path, source, monkeypatch, make, line):
@@ -113,7 +113,7 @@ def test_a_difference_in_the_documents_is_found(tmp_path, source, monkeypatch):
     tokenizer = trained(tmp_path)
     (line,) = chosen(tokenizer, source, tmp_path)
     assert not tokenizer.is_fast
-    assert "gives other ids for 'Pchn" in line
+    assert "returns other ids for 'Pchn" in line
 
 
 def test_another_version_is_told(tmp_path, source, monkeypatch):

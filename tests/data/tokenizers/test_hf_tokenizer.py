@@ -137,5 +137,5 @@ def test_tokens_that_only_the_configuration_adds(tmp_path):
     del config["added_tokens_decoder"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "</s>"}))
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|y|>": size + 5}))
-    with pytest.raises(DataError, match=rf"the added token '<\|y\|>' the id {size + 5}, where it has {size}; use the files"):
+    with pytest.raises(DataError, match=rf"the added token '<\|y\|>' with the id {size + 5}, but it has {size} here; use"):
         load_tokenizer(tmp_path)

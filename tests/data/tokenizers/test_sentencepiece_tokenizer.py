@@ -117,9 +117,12 @@ def test_prompts_begin_with_nothing_where_the_configuration_says_so(model):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"added_tokens.json": {"<|a|>": 32005}}, r"'<\|a\|>' the id 32005, where it has 32000; use the files that belong"),
-        ({"added_tokens.json": {"<|a|>": 31999}}, r"'<\|a\|>' the id 31999, where it has 32000"),
-        ({"added_tokens.json": {"</s>": 32000}}, r"'</s>' the id 32000, where it has 2"),
+        (
+            {"added_tokens.json": {"<|a|>": 32005}},
+            r"'<\|a\|>' with the id 32005, but it has 32000 here; use files",
+        ),
+        ({"added_tokens.json": {"<|a|>": 31999}}, r"'<\|a\|>' with the id 31999, but it has 32000"),
+        ({"added_tokens.json": {"</s>": 32000}}, r"'</s>' with the id 32000, but it has 2"),
         ({"added_tokens.json": {"<|a|>": "x"}}, r"the tokens in added_tokens.json are damaged; replace the files"),
         ({"added_tokens.json": "[1]"}, r"added_tokens.json: is not a JSON object; replace the file"),
         ({"tokenizer_config.json": "{"}, r"tokenizer_config.json: is not a JSON object; replace the file"),

@@ -53,8 +53,8 @@ def test_a_sample_beyond_the_memory_is_refused_before_it_is_read(train, monkeypa
     with pytest.raises(DataError) as caught:
         train()
     assert re.fullmatch(
-        r"data.tokenizer.train_max_bytes: to train a tokenizer on 0.0 MB of text takes at least 0.0 GB of memory, where"
-        r" 0.0 GB are free; set it to 500 or less, or use a machine with more",
+        r"data.tokenizer.train_max_bytes: training a tokenizer on 0.0 MB of text takes at least 0.0 GB of memory, but"
+        r" only 0.0 GB are free; set it to 500 or less, or use a machine with more",
         str(caught.value),
     )
     monkeypatch.setattr(encoding, "free_memory", lambda: None)

@@ -73,17 +73,17 @@ DAMAGES: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda index: b"", "does not begin with MMIDIDX"),
     (lambda index: b"TNTIDX\0\0" + index, "does not begin with MMIDIDX, as .* name one of those"),
     (lambda index: index[:20], "ends within its head, after 20 bytes"),
-    (lambda index: with_head(index, version=2), "is of version 2, but only 1 is known"),
-    (lambda index: with_head(index, code=0), "a dtype of the unknown number 0"),
+    (lambda index: with_head(index, version=2), "has version 2, but only 1 is supported"),
+    (lambda index: with_head(index, code=0), r"an unknown dtype \(code 0\)"),
     (lambda index: with_head(index, code=2), "holds int8, but ids of tokens must be uint8, int16, int32, int64, uint16"),
     (lambda index: with_head(index, code=6), "holds float64, "),
     (lambda index: with_head(index, code=7), "holds float32, "),
-    (lambda index: with_head(index, code=9), "a dtype of the unknown number 9"),
+    (lambda index: with_head(index, code=9), r"an unknown dtype \(code 9\)"),
     (lambda index: with_head(index, code=5), "sequence 1 begins at byte 12 of the .bin, but must begin at 24"),
     (lambda index: with_head(index, num_sequences=4), "has 134 bytes, but 4 sequences and 5 document indices take 122, "),
     (lambda index: with_head(index, num_sequences=2**64 - 1), "has 134 bytes, but 18,446,744,073,709,551,615 sequences"),
     (lambda index: with_head(index, num_indices=4), "has 134 bytes, but 5 sequences and 4 document indices take 126, "),
-    (lambda index: with_head(index, num_indices=0), "has no document indices, of which there must be one more"),
+    (lambda index: with_head(index, num_indices=0), "has no document indices, but must have one more"),
     (lambda index: index[:-1], "has 133 bytes, but 5 sequences and 5 document indices take 134, or 139 with modes"),
     (lambda index: index + b"\0", "has 135 bytes, but "),
     (lambda index: with_number(index, "lengths", 0, -1), "sequence 0 has -1 tokens, which must not be negative"),
@@ -92,11 +92,11 @@ DAMAGES: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda index: with_number(index, "lengths", 4, 0), r"x\.bin: has 28 bytes, but the sequences in .*x\.idx reach to 24"),
     (lambda index: with_number(index, "pointers", 0, 4), "sequence 0 begins at byte 4 of the .bin, but must begin at 0"),
     (lambda index: with_number(index, "pointers", 3, -4), "sequence 3 begins at byte -4 of the .bin, but must begin at 20"),
-    (lambda index: with_number(index, "indices", 0, 1), "the first document begins at sequence 1, but must at 0"),
+    (lambda index: with_number(index, "indices", 0, 1), "the first document begins at sequence 1, but must begin at 0"),
     (lambda index: with_number(index, "indices", 1, -1), "document 0 ends at sequence -1, before its beginning at 0"),
     (lambda index: with_number(index, "indices", 3, 6), "document 3 ends at sequence 5, before its beginning at 6"),
     (lambda index: with_number(index, "indices", 3, 0), "document 2 ends at sequence 0, before its beginning at 1"),
-    (lambda index: with_number(index, "indices", 4, 4), "the last document ends at sequence 4, but must at 5"),
+    (lambda index: with_number(index, "indices", 4, 4), "the last document ends at sequence 4, but must end at 5"),
     (lambda index: with_number(index, "indices", 4, 2**40), "the last document ends at sequence 1,099,511,627,776, "),
 ]  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_a_missing_file_is_named(pair, suffix):
     path = pair.with_name(f"x.{suffix}")
     path.unlink()
     assert refused(pair) == (
-        f"{path}: No such file or directory; name a .bin and an .idx that lie side by side, or what both begin with"
+        f"{path}: No such file or directory; name a .bin and an .idx in the same directory, or their common prefix"
     )
     path.mkdir()
     assert f"{path}: is not a regular file; " in refused(pair)

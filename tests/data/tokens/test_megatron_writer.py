@@ -217,19 +217,19 @@ def test_a_pair_that_could_not_be_written_is_not_there(tmp_path):
 
     wrong(lambda writer: writer.add_item(np.array([1])), "the last document was not ended: call end_document after its last")
     wrong(
-        lambda writer: writer.add_document(np.array([3, 2**16])), "ids of tokens of 3 to 65536 are beyond uint16, 0 to 65535"
+        lambda writer: writer.add_document(np.array([3, 2**16])), "ids of tokens from 3 to 65536 exceed uint16, 0 to 65535"
     )
-    wrong(lambda writer: writer.add_document(np.array([-1])), "ids of tokens of -1 to -1 are beyond uint16")
+    wrong(lambda writer: writer.add_document(np.array([-1])), "ids of tokens from -1 to -1 exceed uint16")
     wrong(
         lambda writer: writer.add_document(np.array([1, 2]), [1]), "2 tokens are not 1 sequences of these lengths with 1 mod"
     )
     wrong(lambda writer: writer.add_document(np.array([1, 2]), [3, -1]), "2 tokens are not 2 sequences")
     wrong(
         lambda writer: writer.add_document(np.array([1]), [2**31]),
-        "lengths of sequences of 2147483648 to .* are beyond int32",
+        "lengths of sequences from 2147483648 to .* exceed int32",
     )
     wrong(lambda writer: writer.add_document(np.array([1]), [1], []), "with 0 modes")
-    wrong(lambda writer: writer.add_document(np.array([1]), [1], [128]), "modes of 128 to 128 are beyond int8, -128 to 127")
+    wrong(lambda writer: writer.add_document(np.array([1]), [1], [128]), "modes from 128 to 128 exceed int8, -128 to 127")
     wrong(lambda writer: writer.add_documents(np.array([1, 2]), np.array([1])), "2 tokens are not 1 sequences")
 
 
