@@ -233,7 +233,7 @@ def error_of(package, name, base: type = Exception, **fields):
 @pytest.mark.parametrize(
     ("error", "kind", "told"),
     [
-        (error_of("botocore", "ConnectionError"), DiskError, "cannot be fetched: reason https://h/x, 4 times; see to"),
+        (error_of("botocore", "ConnectionError"), DiskError, "cannot be fetched: reason https://h/x, 4 times; check the"),
         (error_of("httpx2", "TransportError"), DiskError, "cannot be fetched: reason https://h/x, 4 times"),
         (error_of("gcsfs", "HttpError", code=502), DiskError, "cannot be fetched: HTTP 502 Bad Gateway, 4 times"),
         (TimeoutError(), DiskError, "cannot be fetched: TimeoutError, 4 times"),
