@@ -82,9 +82,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def files_below(folder: Path, *, follow_links: bool = False) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Yields `folder` and all directories below it, with the names of its directories (the caller may remove some), files.
+    """Yields `folder` and all directories below it, each with the names of its directories and of its files.
 
-    `follow_links` also enters directories through symbolic links.
+    Directories that the caller removes from their list are skipped. `follow_links` also enters directories through symbolic
+    links.
 
     Raises:
         OSError: a directory cannot be listed, which `os.walk` would skip silently; one that does not exist has no names.
