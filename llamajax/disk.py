@@ -1,4 +1,4 @@
-"""Files and directories that are there whole, or not at all; and locks on them."""
+"""Files and directories that appear complete or not at all, locks on them, and errors of disks."""
 
 import contextlib
 import errno
@@ -18,27 +18,27 @@ from typing import BinaryIO, TypeVar
 
 from llamajax.errors import DataError, DiskError, UserError
 
-# How file systems say that they have no locks; ENOTSUPP is what Linux's own ones let through for EOPNOTSUPP.
+# Errors of file systems without locks; Linux's own file systems return ENOTSUPP for EOPNOTSUPP.
 _ENOTSUPP = 524
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, _ENOTSUPP}
 
-# What a disk or its server may get over: a read that failed with one of these is tried again after each of the pauses.
+# Errors that may pass: a read that failed with one of them is tried again after each of the pauses.
 _PASSING = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN,
-    errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,  # Lustre's, of a client that its server has shut out for a while
+    errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,  # Lustre: the server has evicted the client for a while
 }  # fmt: skip
 _PAUSES_S = (0.5, 2, 5)
 FULL = {errno.ENOSPC, errno.EDQUOT}
-"""How a disk says that nothing more fits on it."""
+"""Errors of a full disk."""
 
-# Seconds after which an unfinished file of another host has no writer.
+# Age in seconds at which an unfinished file of another host counts as abandoned.
 _ABANDONED_S = 24 * 3600
 
 T = TypeVar("T")
 
 
 def _boot() -> str:
-    """Tells this host from all others, and from itself before it was started anew."""
+    """Returns an identifier of this host that changes when it restarts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -46,17 +46,17 @@ def _boot() -> str:
 
 
 BOOT = _boot()
-"""Of this host: alike in all processes that share its kernel, whose locks hold among them on every file system."""
+"""Identifier of this host: equal in all processes that share its kernel. Locks work among these on every file system."""
 _HOST = f"{zlib.crc32(BOOT.encode()):08x}"
 
 
 def keep_from_others() -> None:
-    """From here on, files and directories that this process makes are closed to users outside its group (0640, 0750)."""
+    """Closes new files and directories of this process to users outside its group (0640, 0750), from now on."""
     os.umask(os.umask(0o077) | 0o027)
 
 
 def make_folder(folder: Path, mode: int = 0o750) -> None:
-    """Makes a directory if it is not there, and those above it that are missing, all with this mode less the umask.
+    """Makes a directory and its missing parents, all with this mode less the umask; an existing directory stays as it is.
 
     Raises:
         OSError: it cannot be made.
@@ -68,10 +68,10 @@ def make_folder(folder: Path, mode: int = 0o750) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What the directory holds now, on its server; nothing where it is not there.
+    """Returns the present contents of a directory, as its server has them; nothing if the directory does not exist.
 
-    To open a directory is to ask the server, on NFS too. To look a name up is not: that it is missing is remembered there
-    for up to a minute, also of the directory's own name, which is why those above it are opened.
+    Opening a directory asks the server, on NFS too. Looking up a name does not: NFS remembers for up to a minute that a name
+    is missing, also the name of the directory itself, so its parents are opened too.
     """
     try:
         return os.listdir(folder)
@@ -82,12 +82,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def files_below(folder: Path, *, follow_links: bool = False) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Every directory from `folder` on, with the names of directories, which may be taken out, and of files in it.
+    """Yields `folder` and all directories below it, each with the names of its directories and of its files.
 
-    `follow_links` also goes into directories that symbolic links name.
+    Directories that the caller removes from their list are skipped. `follow_links` also enters directories through symbolic
+    links.
 
     Raises:
-        OSError: one cannot be listed, which `os.walk` would leave out without a word; one that is not there has no names.
+        OSError: a directory cannot be listed, which `os.walk` would skip silently; one that does not exist has no names.
     """
 
     def failed(error: OSError) -> None:
@@ -99,10 +100,10 @@ def files_below(folder: Path, *, follow_links: bool = False) -> Iterator[tuple[P
 
 
 def status(path: str | Path) -> os.stat_result | None:
-    """What the system knows of the file or directory at `path`; None where there is none, or none that may be looked at.
+    """Returns `os.stat` of a path; None if nothing exists there, or nothing that this user may look at.
 
     Raises:
-        OSError: the disk fails, which `os.path.exists` would take for nothing there.
+        OSError: the disk fails, which `os.path.exists` would report as a missing file.
     """
     try:
         return os.stat(path)
@@ -115,8 +116,8 @@ def status(path: str | Path) -> os.stat_result | None:
 
 
 def is_missing(path: str | Path, kind: Callable[[int], bool]) -> bool:
-    """Whether nothing of this kind, such as `stat.S_ISREG`, is there; not where the disk fails, which is told when it is
-    read, as what may pass."""
+    """Returns whether nothing of this kind, such as `stat.S_ISREG`, exists at `path`. A failing disk counts as no: reading
+    reports it, as an error that may pass."""
     try:
         return (found := status(path)) is None or not kind(found.st_mode)
     except OSError:
@@ -124,10 +125,10 @@ def is_missing(path: str | Path, kind: Callable[[int], bool]) -> bool:
 
 
 def matching(pattern: str) -> Iterator[str]:
-    """What is at `pattern` taken for a path, or else the paths that match it, as `glob.glob` with `recursive` finds them.
+    """Returns `pattern` if it is an existing path, or else the paths that match it, as `glob.glob` with `recursive` does.
 
     Raises:
-        OSError: the disk fails, so that there may be more; `glob` would leave it out without a word.
+        OSError: the disk fails, so that paths may be missing; `glob` would skip them silently.
     """
     return iter([pattern]) if status(pattern) is not None else _matching("", Path(pattern).parts)
 
@@ -173,23 +174,23 @@ def _raise_if_it_may_pass(error: OSError) -> None:
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether the disk may get over it without a hand, or somebody may make room: what failed is worth another attempt."""
+    """Returns whether another attempt may succeed: the disk may recover without intervention, or somebody may free space."""
     return error.errno in _PASSING | FULL
 
 
 def cannot_read(error: OSError, where: object, remedy: str) -> UserError:
-    """What to raise where a file of the user's cannot be read: it is the disk's fault, which may pass, or the file's."""
-    reason = error.strerror or str(error).splitlines()[0]  # pyarrow's have no number at times
+    """Returns the error for a user's file that cannot be read: `DiskError` if the fault may pass, else `DataError`."""
+    reason = error.strerror or str(error).splitlines()[0]  # some of pyarrow's errors have no number
     if may_pass(error):
         return DiskError(f"{where}: {reason}; see to the disk and run the same command again")
     return DataError(f"{where}: {reason}; {remedy}")
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """What `read` returns; where the disk fails in a way that may pass, after up to three more attempts.
+    """Calls `read` and returns its result; tries up to three more times if the disk fails in a way that may pass.
 
     Raises:
-        OSError: the last one failed too, or in another way.
+        OSError: the last attempt failed, or one failed in a way that does not pass.
     """
     for pause_s in _PAUSES_S:
         try:
@@ -205,8 +206,8 @@ def read_again(read: Callable[[], T]) -> T:
 def locked(entry: Path, *, wait: bool = True) -> Iterator[bool]:
     """Holds the entry's lock while the block runs; the kernel releases it when a process dies.
 
-    Where the file system has no locks, or one for each host only, nobody waits: several processes may then make the same
-    files, each of them whole.
+    If the file system has no locks, or a separate lock for each host, nothing waits: several processes may then make the
+    same files, each of them complete.
 
     Yields:
         Whether the block may write; False only without `wait`, when another process has the lock.
@@ -224,10 +225,10 @@ def locked(entry: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def _remove_leftovers(entry: Path, lock: int) -> None:
-    """Removes what a process was writing when it was killed while it held the lock.
+    """Removes unfinished files of processes that were killed while they held the lock.
 
-    The lock may hold among the processes of one host only (Lustre's `localflock`, NFS's `nolock`), which nobody can see.
-    What another host has begun is therefore left to it for a day, by the clock of the file system.
+    The lock may work only among the processes of one host (Lustre's `localflock`, NFS's `nolock`), and nothing shows that.
+    Unfinished files of other hosts therefore stay for a day, by the clock of the file system.
     """
     if not (leftovers := list(entry.glob("*.tmp"))):
         return
@@ -241,7 +242,7 @@ def _remove_leftovers(entry: Path, lock: int) -> None:
 
 
 def has_locks(folder: Path) -> bool:
-    """Whether files in the folder, which is made if it is not there, can be locked."""
+    """Returns whether files in the folder can be locked; makes the folder if it does not exist."""
     make_folder(folder, 0o700)
     with (folder / "lock").open("ab") as lock:
         return flock(lock.fileno(), fcntl.LOCK_SH)
@@ -263,7 +264,7 @@ def flock(descriptor: int, operation: int) -> bool:
 
 
 def write_atomically(path: Path, *chunks: bytes | memoryview, keep: bool = False) -> None:
-    """Writes a file as `file_made_whole` makes it. The entry's lock must be held."""
+    """Writes a file as `file_made_whole` does. The caller holds the entry's lock."""
     with file_made_whole(path, keep=keep) as file:
         for chunk in chunks:
             file.write(chunk)
@@ -271,12 +272,12 @@ def write_atomically(path: Path, *chunks: bytes | memoryview, keep: bool = False
 
 @contextlib.contextmanager
 def file_made_whole(path: Path, *, keep: bool = False) -> Iterator[BinaryIO]:
-    """A file to write, which is, whatever happens, either whole or not there: at the end it gets the name `path`.
+    """Opens a file that gets the name `path` when the block ends, so that `path` is either complete or missing.
 
-    With `keep`, one that is there by then stays: where locks do not help, another host may have made the same file, and have
-    opened it, which NFS does not let it read any more once it is replaced.
+    With `keep`, a file that exists by then stays: without locks, another host may have made the same file and opened it, and
+    NFS does not let it read a file that was replaced.
     """
-    # A name of its own, for file systems without locks.
+    # A unique name, for file systems without locks.
     temporary = path.with_name(f"{path.name}.{_HOST}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -286,14 +287,14 @@ def file_made_whole(path: Path, *, keep: bool = False) -> Iterator[BinaryIO]:
         if not keep or not _link(temporary, path):
             temporary.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # a full disk shall not be kept full
+        with contextlib.suppress(OSError):  # it must not keep a full disk full
             temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Gives the file its name, unless another has it; False where the file system has no links."""
+    """Gives the file its name unless another file has it; returns False if the file system has no links."""
     try:
         path.hardlink_to(temporary)
     except FileExistsError:
@@ -305,14 +306,14 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Makes sure that a file, alone in its folder, holds `content`; takes the folder's lock."""
+    """Writes `content` to a file that is alone in its folder, unless it has it already; takes the folder's lock."""
     with locked(path.parent):
         if not path.exists() or path.read_bytes() != content:
             write_atomically(path, content)
 
 
 def sync(path: Path) -> None:
-    """Waits until the file or directory `path` is on the disk itself."""
+    """Waits until the file or directory `path` is written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -322,7 +323,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def made_whole(out: Path) -> Iterator[Path]:
-    """A directory to fill, which gets the name `out` at the end, or is removed if something goes wrong."""
+    """Creates a directory that gets the name `out` when the block ends, or is removed if the block fails."""
     unfinished = out.absolute().with_name(f".{out.name}.{os.getpid()}.writing")
     unfinished.mkdir(parents=True)
     try:

@@ -1,7 +1,7 @@
 """Errors a user can cause, each with the exit code its command ends with.
 
 Every message is one line: what is wrong, where (``file:line`` or the key), the rule, the remedy.
-Our own invariants are ``assert``s and never end up here.
+Our own invariants are ``assert``s, not errors of this module.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 
 OUT_OF_MEMORY, DEVICE_ERROR, INTERNAL_ERROR, DISK_ERROR, TRY_AGAIN, GIVE_UP = 5, 69, 70, 74, 75, 93
-"""Exit codes for what is no `UserError`: the device's memory, a device or network that failed, a defect of ours, the disk;
-what a new start may help (a process that was lost or stuck), and what it will not."""
+"""Exit codes of failures other than `UserError`: out of device memory, failed device or network, defect of llamajax, disk,
+lost or stuck process (starting again may help), and failures that starting again does not help."""
 CAN_HELP = (DEVICE_ERROR, DISK_ERROR, TRY_AGAIN)
-"""Those after which a new start may get further."""
+"""Exit codes after which starting again may help."""
 
 WHEELS = {
     "absl": "absl-py", "array_record": "array_record", "chex": "chex", "cloudpickle": "cloudpickle", "etils": "etils",
@@ -27,17 +27,17 @@ WHEELS = {
     "tensorboardX": "tensorboardX", "tensorstore": "tensorstore", "tokenizers": "tokenizers",
     "transformers": "transformers", "yaml": "pyyaml",
 }  # fmt: skip
-"""Modules that commands import, also through each other, and what brings them. Images for GPUs come without some of them."""
+"""Packages that provide the modules that commands import, directly or not. Some images for GPUs lack some of them."""
 
 
 class UserError(ValueError):
-    """A mistake of the user's or their machine's; entry points print it without a traceback."""
+    """A mistake of the user, or a problem of their machine; commands print it without a traceback."""
 
     exit_code = 1
 
 
 class UnequalError(UserError):
-    """Numbers of a run's mesh and forms that are not one device's."""
+    """A verification in which the run's mesh and forms compute other numbers than one device."""
 
     exit_code = 1
 
@@ -61,45 +61,44 @@ class EnvironmentMismatchError(UserError):
 
 
 class CorruptionError(UserError):
-    """A device that computes or keeps wrong numbers, again and again; without it, the same command would do."""
+    """A device that repeatedly computes or stores wrong numbers; without it, the same command works."""
 
     exit_code = 6
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is damaged, of another model, or being written by another process."""
+    """A checkpoint that is damaged, belongs to another model, or is being written by another process."""
 
     exit_code = 65
 
 
 class DiskError(UserError):
-    """A disk that fails or is full where data is read or kept, or a store that cannot be reached; nothing is wrong with the
-    data."""
+    """A disk that fails or is full, or a store that cannot be reached; the data itself is not wrong."""
 
     exit_code = DISK_ERROR
 
 
 class SaveError(UserError):
-    """A checkpoint that could not be written; those before it are whole."""
+    """A checkpoint that could not be written; earlier checkpoints are complete."""
 
     exit_code = DISK_ERROR
 
 
 class DivergedError(UserError):
-    """Steps keep going wrong, as often as the run may go back; running the same command again would not help."""
+    """Steps that still go wrong after the run has gone back as often as it may; running the command again does not help."""
 
     exit_code = GIVE_UP
 
 
 def missing_package(error: ModuleNotFoundError) -> EnvironmentMismatchError | None:
-    """What to tell of a module that is not there, with all others that are not; None for one of our own."""
+    """Returns the error for a missing module, which names all missing packages; None if the module is one of ours."""
     name = error.name or ""
     if name.partition(".")[0] in ("", "llamajax", "converters"):
         return None
     package = next((module for module in WHEELS if f"{name}.".startswith(f"{module}.")), name.partition(".")[0])
     wheel = WHEELS.get(package, package)
     if _is_there(package):
-        return EnvironmentMismatchError(f"{name}: is not in the {package} that is installed; run pip install -U {wheel}")
+        return EnvironmentMismatchError(f"{name}: is not in the installed {package}; run pip install -U {wheel}")
     wheels = {brings for module, brings in WHEELS.items() if not _is_there(module)} | {wheel}
     return EnvironmentMismatchError(f"{name}: is not installed; run pip install {' '.join(sorted(wheels))}")
 
@@ -107,13 +106,13 @@ def missing_package(error: ModuleNotFoundError) -> EnvironmentMismatchError | No
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor the package that it is in
+    except ModuleNotFoundError:  # nor does its package exist
         return False
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around what a command imports: ends it with one line if a package is not installed."""
+    """Ends a command with one line if a package that it imports in this context is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -124,25 +123,25 @@ def importing() -> Iterator[None]:
 
 
 def show_any_text() -> None:
-    """From here on, characters that the encoding of standard output or error lacks are printed as escapes, such as `\\xe9`.
+    """Prints characters that the encoding of standard output or error lacks as escapes, such as `\\xe9`, from now on.
 
-    Else a name, a text that a model writes, or a bar of progress would end the command where it is printed.
+    Otherwise a name, a generated text or a progress bar with such characters would end the command.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not what a notebook or a test has put in its place
+        if isinstance(stream, io.TextIOWrapper):  # not the replacement of a notebook or a test
             stream.reconfigure(errors="backslashreplace")
 
 
 def without_passwords(text: str) -> str:
-    """The text with `...` for user and password in addresses such as https://USER:PASSWORD@HOST."""
+    """Returns the text with `...` for user and password in addresses such as https://USER:PASSWORD@HOST."""
     return re.sub(r"(?<=://)[^\s/@:]*:[^\s/@]+@", "...@", text)
 
 
 def show(text: str) -> str:
-    """Text as it can stand in a message of one line."""
+    """Returns a text, shortened and escaped for a one-line message."""
     return show_path(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def show_path(path: str) -> str:
-    """A path as it can stand in a message of one line: whole, since its end is the name of the file."""
+    """Returns a path, escaped for a one-line message; not shortened, because it ends with the file name."""
     return path if path.isprintable() else repr(path)

@@ -1,5 +1,5 @@
-"""How good a model is: `python -m llamajax.evaluate --model RUN`, its loss on documents it was not trained on, or
-`--tasks hellaswag,arc_easy`, its results in lm-evaluation-harness.
+"""Evaluate a model: `python -m llamajax.evaluate --model RUN` for its loss on held-out documents, or
+`--tasks hellaswag,arc_easy` for its results in lm-evaluation-harness.
 """
 
 from llamajax.config.command import parse_args
@@ -8,9 +8,9 @@ from llamajax.errors import importing
 
 
 def main() -> None:
-    """Reads the command line, evaluates, and ends the process."""
+    """Reads the command line, evaluates and ends the process."""
     arguments = parse_args(prog="python -m llamajax.evaluate", root=EvaluateConfig)
-    # Only now: --help and mistakes on the command line do not wait for the seconds that importing jax takes.
+    # Imported here: --help and mistakes on the command line do not wait for jax, which takes seconds to import.
     with importing():
         from llamajax.evaluation.run import main as evaluate
 

@@ -1,4 +1,4 @@
-"""Text from a model: `python -m llamajax.generate --model RUN --prompt "Once upon a time"`.
+"""Generate text with a model: `python -m llamajax.generate --model RUN --prompt "Once upon a time"`.
 
 Texts go to standard output, everything else to standard error.
 """
@@ -9,9 +9,9 @@ from llamajax.errors import importing
 
 
 def main() -> None:
-    """Reads the command line, writes, and ends the process."""
+    """Reads the command line, generates and ends the process."""
     arguments = parse_args(prog="python -m llamajax.generate", root=GenerateConfig, check=GenerateConfig.file_problems)
-    # Only now: --help and mistakes on the command line do not wait for the seconds that importing jax takes.
+    # Imported here: --help and mistakes on the command line do not wait for jax, which takes seconds to import.
     with importing():
         from llamajax.generation.run import main as generate
 

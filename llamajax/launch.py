@@ -7,14 +7,14 @@ from llamajax.config.launch import LaunchConfig
 from llamajax.errors import importing
 
 OPTIONS = {
-    "-n N": "The same as --num_processes N.",
-    "-- OPTION ...": "Everything behind goes to the program: -- --config configs/x.yaml --train.num_steps 100",
-    "--check": "Say what would be started, and where the processes would meet, and stop.",
+    "-n N": "Short for --num_processes N.",
+    "-- OPTION ...": "Options of the program: -- --config configs/x.yaml --train.num_steps 100",
+    "--check": "Print what would be started and where the processes would meet, then stop.",
 }
 
 
 def main() -> None:
-    """Reads the command line, launches, and ends with the exit code of what failed first."""
+    """Reads the command line, launches, and exits with the code of the first process that failed."""
     own, dashes, program = _split(sys.argv[1:])
     if not dashes and not {"--help", "-h", "--print_config"}.intersection(own):
         print("--: required; write it before the options of the program: -n 4 -- --config FILE", file=sys.stderr)
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
-    """The launcher's own options, `-n` written out; whether `--` ends them; what is behind it."""
+    """Returns the launcher's own options, with `-n` written out; whether `--` ends them; and the options after it."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     own = ["--num_processes" if option == "-n" else option for option in arguments[:end]]
     return own, end < len(arguments), arguments[end + 1 :]

@@ -1,4 +1,4 @@
-"""A page about a run: `python -m llamajax.report RUN [--output FILE]`, or its figures as JSON."""
+"""Write a page about a run: `python -m llamajax.report RUN [--output FILE]`, or print its figures as JSON."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from llamajax.errors import UserError, importing, show_any_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page, or prints the figures; returns the exit code."""
+    """Writes the page or prints the figures; returns the exit code."""
     show_any_text()
     parser = argparse.ArgumentParser(prog="python -m llamajax.report", description="Write one HTML page about a run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run_dir of a run, finished or not")
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the run's figures as JSON, and write no page")
     options = parser.parse_args(arguments)
     with importing():
-        from llamajax.watch import run_log, run_page  # with numpy, for which --help need not wait
+        from llamajax.watch import run_log, run_page  # these import numpy, which --help need not wait for
 
     keep_from_others()
     try:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(run_log.encode(summary.figures()))
         else:
             print(run_page.write_report(run_dir, options.output, log))
-            print(f"goodput {summary.goodput or 'is not known: no start is on record'}")
+            print(f"goodput {summary.goodput or 'is unknown: the run has no record of a start'}")
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -5,9 +5,9 @@ from llamajax.errors import importing
 
 
 def main() -> None:
-    """Reads the command line, trains, and ends the process."""
+    """Reads the command line, trains and ends the process."""
     arguments = parse_run()
-    # Only now: --help and mistakes in the configuration do not wait for the seconds that importing jax takes.
+    # Imported here: --help and mistakes in the configuration do not wait for jax, which takes seconds to import.
     with importing():
         from llamajax.training.run import main as train
 

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`1.50 GiB`; binary units, three significant digits."""
+    """Returns `1.50 GiB`; binary units, three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num_bytes < 1000 or unit == "TiB":
             break
@@ -14,7 +14,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`6.74B`; thousands, millions, billions, trillions, three significant digits."""
+    """Returns `6.74B`; thousands, millions, billions, trillions, three significant digits."""
     for unit in ("", "k", "M", "B", "T"):
         if count < 999.5 or unit == "T":
             break
@@ -23,5 +23,5 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`0:00:07`, `3:25:45`, `2 days 3:25:45`."""
+    """Returns `0:00:07`, `3:25:45`, `2 days 3:25:45`."""
     return str(timedelta(seconds=round(seconds))).replace(",", "")

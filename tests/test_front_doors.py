@@ -75,7 +75,7 @@ def test_wheels_that_an_image_lacks_are_named_in_one_line(tmp_path):
 
 def test_a_package_that_is_too_old_is_told_from_one_that_is_missing():
     old, unknown, own = (ModuleNotFoundError(name=name) for name in ("json.future", "no_package.inner", "llamajax.gone"))
-    assert str(missing_package(old)) == "json.future: is not in the json that is installed; run pip install -U json"
+    assert str(missing_package(old)) == "json.future: is not in the installed json; run pip install -U json"
     assert str(missing_package(unknown)) == "no_package.inner: is not installed; run pip install no_package"
     assert missing_package(own) is None
     with pytest.raises(ModuleNotFoundError), importing():

@@ -23,7 +23,7 @@ from llamajax.weights.open_model import open_pretrained
 
 
 def run(config: EvaluateConfig) -> dict[str, Any]:
-    """Evaluates as `config` says and prints a table; returns what the file `json` is given.
+    """Evaluates as `config` says, prints a table and returns the contents of the file `json`.
 
     Raises:
         UserError: one of `llamajax.errors`, when the settings, data, machine or model do not allow it.
@@ -49,9 +49,9 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
         results = evaluate_documents(config, pretrained, model_config, tokenizer)
     else:
         if not console.is_interactive() or jax.process_index() > 0:
-            os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; read when it is imported
+            os.environ.setdefault("TQDM_DISABLE", "1")  # the harness reads it at import, and shows no bars
         if jax.process_index() > 0:
-            logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the first one tells its warnings
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the first process prints its warnings
         from llamajax.evaluation.harness import evaluate_tasks
 
         results = evaluate_tasks(config, pretrained, model_config, tokenizer)
@@ -64,10 +64,10 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def check_json(path: str) -> None:
-    """Refuses a file that process 0 cannot write, as it alone will; all processes call this together.
+    """Checks that process 0, which alone writes the file, can write it; all processes call this together.
 
     Raises:
-        ConfigError: in all of them.
+        ConfigError: it cannot; raised in all processes.
     """
     problem = None
     if rank() == 0:
@@ -80,13 +80,13 @@ def check_json(path: str) -> None:
 
 
 def choose_types(config: EvaluateConfig, model: ModelConfig) -> ModelConfig:
-    """The model with the types to compute with."""
+    """Returns the model with the types of weights and computation that `config` chooses."""
     chosen = {"param_dtype": config.param_dtype, "compute_dtype": config.compute_dtype}
     return dataclasses.replace(model, **{key: dtype for key, dtype in chosen.items() if dtype != "auto"})
 
 
 def main(config: EvaluateConfig) -> None:
-    """Evaluates, and ends the process."""
+    """Evaluates and ends the process."""
     code = exit_code(
         lambda: run(config),
         memory_remedy="a smaller batch_size or seq_len, or param_dtype: bfloat16",

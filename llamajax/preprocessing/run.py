@@ -1,7 +1,7 @@
-"""The story of preprocessing: read `run` from top to bottom.
+"""Preprocessing from start to end: read `run` from top to bottom.
 
-What a run's data become does not depend on who makes it: `python -m llamajax.train` with the same configuration finds it all
-in `data.cache_dir`, and would make the same by itself.
+The result does not depend on the process that makes it: `python -m llamajax.train` with the same configuration finds
+everything in `data.cache_dir`, and would otherwise make the same files itself.
 """
 
 import functools
@@ -34,7 +34,7 @@ from llamajax.weights.origin import models_tokenizer
 
 
 def run(config: Config, options: Mapping[str, str]) -> None:
-    """Makes everything in `data.cache_dir` that a run with `config` reads.
+    """Writes everything to `data.cache_dir` that a run with `config` reads.
 
     Args:
         config: the run.
@@ -44,7 +44,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
         ConfigError: an option is wrong, or the tokenizer does not fit.
         DataError: a source, tokenizer, template or cache cannot be read.
         DiskError: the disk fails, or is full.
-        EnvironmentMismatchError: there is no Ray, or workers are lost again and again.
+        EnvironmentMismatchError: Ray is missing, or workers are lost again and again.
     """
     part, num_parts = _read_part(options.get("--part", "0/1"))
     cache_dir = Path(config.data.cache_dir).expanduser()
@@ -67,7 +67,7 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     tasks = _tasks(sources)
     own = tasks[part::num_parts]
     log(f"work       {len(own):,} of {len(tasks):,} pieces, {_size(own)} of {_size(tasks)}, by {executor.num_workers}")
-    if given is None:  # to be trained on what the files hold
+    if given is None:  # the files train the tokenizer, so their hashes come first
         _hash(executor, tasks, part, num_parts, cache_dir)
     by = _tokenizing(config, models_own, sources, cache_dir)
     missing = [task for task in own if not _is_made(task, by)]
@@ -77,20 +77,19 @@ def _run(config: Config, cache_dir: Path, part: int, num_parts: int, executor: E
     _work_off(executor, functools.partial(tokenize_group, Job.of(by)), own)
     num_missing = sum(not _is_made(task, by) for task in tasks) if num_parts > 1 else 0
     if num_missing:
-        others = f"{num_missing:,} pieces of others are missing"
-        log(f"finished   this part; {others}, of which the last one to be done packs all")
+        log(f"finished   this part; {num_missing:,} pieces of other parts are missing; the last part packs all")
         return
     dataset = prepare(config, log=log, tokenizer=models_own, run=executor.map)
-    log(f"finished   all is in {cache_dir}; its fingerprint is {dataset.fingerprint[:16]}")
+    log(f"finished   all data is in {cache_dir}; fingerprint {dataset.fingerprint[:16]}")
 
 
 def _tasks(sources: Sequence[Source]) -> list[Task]:
-    """The pieces of work, numbered."""
+    """Returns the numbered pieces of work."""
     return [Task(*numbered) for numbered in enumerate(group for source in sources for group in find_groups(source))]
 
 
 def _hash(executor: Executor, tasks: Sequence[Task], part: int, num_parts: int, cache_dir: Path) -> None:
-    """Sees to it that the cache knows the hashes of all, first of those of this part: others then do theirs."""
+    """Adds the hashes of all pieces to the cache, first of this part's pieces; other parts meanwhile add theirs."""
     for several in (tasks[part::num_parts], tasks):
         unknown = [task for task in several if known_group(task.group, cache_dir) is None]
         announce_fetching((task.group for task in unknown), log)
@@ -98,12 +97,12 @@ def _hash(executor: Executor, tasks: Sequence[Task], part: int, num_parts: int, 
 
 
 def log(line: str) -> None:
-    """Prints a line."""
+    """Prints one line."""
     console.CONSOLE.print(line, markup=False, soft_wrap=True)
 
 
 def _tokenizing(config: Config, models_own: Tokenizer | None, sources: Sequence[Source], cache_dir: Path) -> Tokenizing:
-    """By what documents become tokens; a tokenizer is trained if none is given."""
+    """Returns how documents become tokens; trains a tokenizer if none is given."""
     tokenizer = given_tokenizer(config, models_own)
     if tokenizer is None:
         groups = [group for source in sources for group in group_files(source, cache_dir, log)]
@@ -112,9 +111,9 @@ def _tokenizing(config: Config, models_own: Tokenizer | None, sources: Sequence[
 
 
 def _work_off(executor: Executor, function: Any, tasks: Sequence[Task], *, hashes: bool = False) -> None:
-    """Tokenizes all groups, or only hashes them, the largest first, and shows how that goes.
+    """Tokenizes or hashes all groups, largest first, and shows progress.
 
-    Of equal ones those come first that begin their files: processes then fetch remote files side by side.
+    Among equal groups, the first of each file come first, so that processes fetch different remote files.
     """
     largest_first = sorted(tasks, key=lambda task: (-task.group.num_bytes, task.group.span or Span(0, 0)))
     num_bytes, by = sum(task.group.num_bytes for task in tasks), f" by {executor.num_workers} processes"
@@ -133,8 +132,8 @@ def _executor(options: Mapping[str, str]) -> Executor:
     if name == "local":
         return LocalExecutor(int(workers))
     if name != "ray":
-        raise ConfigError(f"--executor: {show(name)} is none; write local or ray")
-    from llamajax.preprocessing.ray_executor import RayExecutor  # takes seconds, and need not be installed
+        raise ConfigError(f"--executor: {show(name)} is unknown; write local or ray")
+    from llamajax.preprocessing.ray_executor import RayExecutor  # slow to import, and optional
 
     return RayExecutor(int(workers))
 
@@ -157,13 +156,13 @@ def _size(tasks: Sequence[Task]) -> str:
 
 
 def _interrupt_once(signum: int, frame: object) -> None:
-    """Handles Ctrl-C: ends the workers, which takes no time and shall not be broken off by another one."""
+    """Handles Ctrl-C by ending the workers; a second Ctrl-C does not interrupt that, which takes no time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main(config: Config, options: Mapping[str, str]) -> int:
-    """Preprocesses as the only thing that its process does; returns the exit code."""
+    """Preprocesses in a process that does nothing else; returns the exit code."""
     signal.signal(signal.SIGINT, _interrupt_once)
     return exit_code(
         lambda: run(config, options),

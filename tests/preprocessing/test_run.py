@@ -35,7 +35,7 @@ def test_what_it_makes_is_what_training_would_make(tmp_path):
     assert f"work       {NUM_FILES} of {NUM_FILES} pieces, " in out
     assert re.search(r"^tokenized  [\d,]+ documents in [\d.]+ s, .* MB/s, [\d.]+ M tokens/s by 2 processes$", out, re.M)
     assert [line for line in log if line.startswith("data ")] == [line for line in out.splitlines() if line[:5] == "data "]
-    assert out.splitlines()[-1] == (f"finished   all is in {tmp_path}/ahead; its fingerprint is {dataset.fingerprint[:16]}")
+    assert out.splitlines()[-1] == (f"finished   all data is in {tmp_path}/ahead; fingerprint {dataset.fingerprint[:16]}")
     before = contents(tmp_path / "ahead")
     again, log = trained_on(config, tmp_path / "ahead")
     assert again.fingerprint == dataset.fingerprint
@@ -68,9 +68,9 @@ def test_parts_of_an_array_make_the_same_and_the_last_one_packs(tmp_path, capsys
         run(parts, {"--part": f"{part}/3", "--workers": "1"})
         outs.append(capsys.readouterr().out)
     assert [out.splitlines()[-1].split(";")[0] for out in outs[:2]] == ["finished   this part"] * 2
-    assert "4 pieces of others are missing" in outs[0]
-    assert "2 pieces of others are missing" in outs[1]
-    assert "finished   all is in" in outs[2]
+    assert "4 pieces of other parts are missing" in outs[0]
+    assert "2 pieces of other parts are missing" in outs[1]
+    assert "finished   all data is in" in outs[2]
     assert contents(tmp_path / "parts") == contents(tmp_path / "one")
 
 
@@ -173,7 +173,7 @@ def test_bad_input_is_one_line(tmp_path):
         ("--part", "x", "must be I/N with I from 0 to N - 1, not x; write --part 0/16 to --part 15/16"),
         ("--part", "-1/3", "must be I/N with I from 0 to N - 1, not -1/3; write --part 0/16 to --part 15/16"),
         ("--workers", "0", "must be a number of processes, not 0; write --workers 8"),
-        ("--executor", "dask", "dask is none; write local or ray"),
+        ("--executor", "dask", "dask is unknown; write local or ray"),
     ],
 )
 def test_a_wrong_option_is_one_line(tmp_path, option, value, message):
