@@ -4,7 +4,6 @@ Nothing is executed here: `.ci/docs.py` runs the blocks, and `mkdocs build --str
 """
 
 import dataclasses
-import os
 import pathlib
 import re
 import runpy

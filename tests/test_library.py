@@ -17,12 +17,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import ROOT
 
 import llamajax
 from llamajax import library
 from llamajax.training import stop
 from llamajax.training.stop import StopSignal
+from runs import ROOT
 
 FUNCTIONS = [value for value in vars(library).values() if inspect.isfunction(value) and value.__module__ == library.__name__]
 FUNCTIONS = [function for function in FUNCTIONS if not function.__name__.startswith("_")]

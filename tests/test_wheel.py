@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from runs import ROOT
 
 pytestmark = pytest.mark.slow
