@@ -67,5 +67,5 @@ def main(arguments: argparse.Namespace) -> int:
         lambda: convert(arguments.command, source, out, **options),
         memory_remedy="--no-verify",
         disk=str(out),
-        disk_remedy="see to the disk and try again",
+        disk_remedy="check the disk and try again",
     )

@@ -272,5 +272,5 @@ def main(arguments: argparse.Namespace) -> int:
         run,
         memory_remedy="a smaller --train_max_bytes",
         disk=arguments.out,
-        disk_remedy="see to the disk and try again",
+        disk_remedy="check the disk and try again",
     )

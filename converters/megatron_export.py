@@ -163,5 +163,5 @@ def main(arguments: argparse.Namespace) -> int:
         run,
         memory_remedy="a machine with more memory",
         disk=arguments.prefix if arguments.command == "info" else arguments.out,
-        disk_remedy="see to the disk and run the same command again",
+        disk_remedy="check the disk and run the same command again",
     )

@@ -182,7 +182,7 @@ def cannot_read(error: OSError, where: object, remedy: str) -> UserError:
     """Returns the error for a user's file that cannot be read: `DiskError` if the fault may pass, else `DataError`."""
     reason = error.strerror or str(error).splitlines()[0]  # some of pyarrow's errors have no number
     if may_pass(error):
-        return DiskError(f"{where}: {reason}; see to the disk and run the same command again")
+        return DiskError(f"{where}: {reason}; check the disk and run the same command again")
     return DataError(f"{where}: {reason}; {remedy}")
 
 

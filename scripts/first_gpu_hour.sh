@@ -5,8 +5,8 @@
 #
 # Parts: attention's kernels, right and fast, with many rows and with one; the constants that plans go by; the training step
 # beside torch's, with whole rows and with packed ones; 50 steps trained twice, once killed at step 25, whose losses should
-# agree to the last bit. A part that fails or runs out of its time does not stop the others. Everything lies in DIRECTORY
-# (default runs/first_gpu_hour): report.md, and each part's own output. --toy goes the same way on a CPU and tells no times.
+# agree to the last bit. A part that fails or runs out of its time does not stop the others. All output is in DIRECTORY
+# (default runs/first_gpu_hour): report.md, and each part's own output. --toy does the same on a CPU and reports no times.
 # PARTS="kernels determinism" runs these alone; PYTHON names the interpreter.
 #
 # Exit code 1: a part failed; the report says which.

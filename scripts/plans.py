@@ -157,7 +157,7 @@ def expected(told: dict[str, Any]) -> str:
 def index() -> str:
     """The table of all plans that are kept."""
     lines = [
-        "# What `python -m llamajax.plan` tells of the shipped configurations",
+        "# What `python -m llamajax.plan` predicts for the shipped configurations",
         "",
         "Predicted, not measured; how far such predictions were off published runs is in",
         "[plan_accuracy.md](../plan_accuracy.md). Written by `scripts/plans.py`.",

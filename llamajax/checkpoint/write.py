@@ -109,7 +109,7 @@ class Checkpointer:
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"{run_dir} cannot be written: {reason(error)}; see to the disk, or choose another run_dir"
+                problem = f"{run_dir} cannot be written: {reason(error)}; check the disk, or choose another run_dir"
                 is_passing = may_pass(error)
         about = (problem, is_passing, max(steps_in(self._directory), default=None), token, local_name)
         problem, is_passing, self._newest, self._token, local_name = of_first(about)
@@ -376,7 +376,7 @@ class Checkpointer:
                 "there is no checkpoint yet" if self._newest is None else f"step {self._newest} is the newest checkpoint"
             )
             failing = f"{self._directory}: step {step} cannot be saved: {error}"
-            self._failure = SaveError(f"{failing}; see to the disk and run the same command again; {newest}")
+            self._failure = SaveError(f"{failing}; check the disk and run the same command again; {newest}")
             if self._on_failure is not None:
                 self._on_failure(f"{failing}; it will be tried again; {newest}")
 

@@ -75,7 +75,7 @@ def _end_with(text: str) -> typing.NoReturn:
     sys.exit(0)
 
 
-DRY_RUN = {"--dry_run": "Build, compile and report everything, then stop before the first step."}
+DRY_RUN = {"--dry_run": "Check the data without tokenizing it, compile, report everything, then stop before the first step."}
 
 
 def parse_run(

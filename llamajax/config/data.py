@@ -35,13 +35,14 @@ class SourceConfig(Section):
     JSON array. `parquet` and `arrow` (written by Hugging Face `datasets`): one per row. `stdlib`: the sources and help texts
     of the Python standard library that runs this program. `chat`: one conversation per line or element, as in `jsonl`,
     rendered with `data.chat_template`; only what the assistant says is learned. `megatron`: tokens in the `.bin` and `.idx`
-    files of Megatron-LM, read in place, of the tokenizer that `data.tokenizer.path` names. Files of `text`, `jsonl` and
-    `chat` may be compressed (gzip, zstd, bz2, xz), whatever their names, and may begin with a byte-order mark."""
+    files of Megatron-LM, read in place, made with the tokenizer that `data.tokenizer.path` names. Files of `text`,
+    `jsonl` and `chat` may be compressed (gzip, zstd, bz2, xz), whatever their names, and may begin with a byte-order
+    mark."""
     paths: tuple[str, ...] = ()
     """Files, directories or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A directory means
     the files of this kind below it, by suffix: `text` all files, `jsonl` and `chat` .jsonl, .ndjson and .json, also
     compressed, `parquet` .parquet, `megatron` .idx. Hidden files are skipped, as are those in `_temporary` and `_delta_log`;
-    a line counts the files with other suffixes. A glob does not read directories that it matches, and a line says so.
+    the log counts the files with other suffixes. A glob does not read directories that it matches; the log says so.
     `arrow`: a directory of `Dataset.save_to_disk`. Files that systems write beside data (`._*`, `.DS_Store`, `_SUCCESS`,
     `*.crc`, `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) are skipped and counted. A file with several
     names here, by links or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: the common
@@ -57,7 +58,7 @@ class SourceConfig(Section):
     a text or a list of messages; the messages of the completion are learned. All may have `system` and `tools`."""
     max_bad_records: NonNegativeInt = 0
     """`jsonl`, `parquet`, `arrow`, `chat`: number of malformed lines or rows (null text, broken JSON, a conversation that
-    the template refuses) that are skipped and counted. One more ends the start."""
+    the template refuses) that are skipped and counted. One more stops the run at its start."""
     split: str | None = None
     """`megatron`: division of each file's documents, in order, such as 969,30,1: training, held out, and left for tests, as
     in Megatron-LM. Unset: the last `data.held_out_fraction` of them is held out."""

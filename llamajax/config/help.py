@@ -141,7 +141,7 @@ def _head(prog: str, root: type, options: Mapping[str, str], width: int, *, full
         "--config FILE": "YAML file of the run, or the name of a shipped configuration such as quickstart."
         if is_run
         else "YAML file with any of the settings below.",
-        "--KEY VALUE, --KEY=VALUE": f"Any setting, over what FILE says{number}. Lists and whole sections are written as"
+        "--KEY VALUE, --KEY=VALUE": f"Any setting; it overrides FILE{number}. Lists and whole sections are written as"
         f" YAML{several}. null unsets a setting.",
         **{option: text for option, text in options.items() if " " in option},
         **flags,

@@ -58,9 +58,8 @@ class MeshConfig(Section):
                 raise ConfigError(f"mesh: {product(sizes)} = {fixed} does not divide the {num_devices} devices")
             return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
         if fixed != num_devices:
-            raise ConfigError(
-                f"mesh: {product(sizes)} = {fixed}, but there are {num_devices} devices; set one axis to -1 for the rest"
-            )
+            there = "there is 1 device" if num_devices == 1 else f"there are {num_devices} devices"
+            raise ConfigError(f"mesh: {product(sizes)} = {fixed}, but {there}; set one axis to -1 for the rest")
         return sizes
 
 

@@ -91,6 +91,6 @@ def main(config: EvaluateConfig) -> None:
         lambda: run(config),
         memory_remedy="a smaller batch_size or seq_len, or param_dtype: bfloat16",
         disk=config.json or config.model,
-        disk_remedy="see to the disk and run the same command again",
+        disk_remedy="check the disk and run the same command again",
     )
     end_process(code, distributed=config.distributed.enabled)

@@ -329,6 +329,6 @@ def main(config: GenerateConfig) -> None:
         lambda: run(config),
         memory_remedy="a smaller batch_size or max_tokens, param_dtype: bfloat16, or a larger mesh.tensor or mesh.fsdp",
         disk=config.output or config.model,
-        disk_remedy="see to the disk",
+        disk_remedy="check the disk",
     )
     end_process(code, distributed=config.distributed.enabled)

@@ -168,5 +168,5 @@ def main(config: Config, options: Mapping[str, str]) -> int:
         lambda: run(config, options),
         memory_remedy="fewer --workers",
         disk=config.data.cache_dir,
-        disk_remedy="see to the disk and run the same command again",
+        disk_remedy="check the disk and run the same command again",
     )

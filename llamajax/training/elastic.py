@@ -122,7 +122,8 @@ def _line(config: Config, num_devices: int, began: Mapping[str, Any]) -> str | N
     train, mesh, before = config.train, config.mesh.axis_sizes(num_devices), _num_devices(began)
     if num_devices == before and train.grad_accum_steps == began["grad_accum_steps"]:
         return None
-    instead = f"{num_devices} devices instead of {before}" if num_devices != before else "a mesh other than the initial one"
+    devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
+    instead = f"{devices} instead of {before}" if num_devices != before else "a mesh other than the initial one"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "of one device"
     now, then = train.grad_accum_steps, began["grad_accum_steps"]
     steps = f"{now} accumulation step{'s' if now > 1 else ''} of {train.global_batch_size // now} rows"

@@ -227,7 +227,7 @@ def main(config: Config, *, dry_run: bool) -> None:
         lambda: run(config, dry_run=dry_run),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",
         disk=config.run_dir,
-        disk_remedy="see to the disk and run the same command again",
+        disk_remedy="check the disk and run the same command again",
     )
     process_ends(config.watchdog)
     end_process(code, distributed=config.distributed.enabled)

@@ -28,7 +28,7 @@ def trace(config: Config, start_step: int) -> Iterator[Callable[[int, Any], None
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:  # a trace is worth less than the run
-            say(f"{config.run_dir}/profile: cannot be written: {str(error).splitlines()[0]}; see to the disk")
+            say(f"{config.run_dir}/profile: cannot be written: {str(error).splitlines()[0]}; check the disk")
             return
         log(f"profile    {config.run_dir}/profile, for xprof and https://ui.perfetto.dev")
 

@@ -66,7 +66,7 @@ def test_a_failing_write_is_one_line_and_harms_nothing(tmp_path, mode):
     process = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path), mode], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert process.stdout == (
-        f"{tmp_path}/checkpoints: step 2 cannot be saved: File too large; see to the disk and run the same command again;"
+        f"{tmp_path}/checkpoints: step 2 cannot be saved: File too large; check the disk and run the same command again;"
         " step 1 is the newest checkpoint\n"
     )
     assert process.stderr == ""
@@ -222,7 +222,7 @@ def test_two_processes_save_agree_and_restore(tmp_path):
     lines, others = ([line for line in out.splitlines() if "peer ranks" not in line] for out, _ in outputs)
     assert lines == others
     assert re.fullmatch(rf"error: {tmp_path} is being written by process {processes[0].pid} on .*", lines[0])
-    remedy = "see to the disk and run the same command again; step 2 is the newest checkpoint"
+    remedy = "check the disk and run the same command again; step 2 is the newest checkpoint"
     failed = f"error: {tmp_path}/checkpoints: step 3 cannot be saved: process {{}}: File too large; {remedy}"
     assert lines[2:] == [failed.format(0), lines[3], failed.format(1), "restored 2 1"]
     assert "state/manifest.ocdbt is missing; moved to 2.damaged, continuing from step 1" in outputs[0][1]

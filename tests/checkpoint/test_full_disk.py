@@ -131,7 +131,7 @@ def test_a_run_whose_state_cannot_be_saved_says_so_and_goes_on_from_the_newest(d
         run(monkeypatch, config, tmp_path, lambda step: fill(disk, tmp_path) if step == FULL_AT else None)
     disk.make_room()
     assert str(caught.value) == (
-        f"{tmp_path}/checkpoints: step 27 cannot be saved: File too large; see to the disk and run the same command again;"
+        f"{tmp_path}/checkpoints: step 27 cannot be saved: File too large; check the disk and run the same command again;"
         " step 15 is the newest checkpoint"
     )
     assert caught.value.exit_code == 74

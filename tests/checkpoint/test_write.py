@@ -173,7 +173,7 @@ def test_the_last_save_is_tried_for_some_seconds(tmp_path, monkeypatch):
         assert (len(told), pauses) == (2, [1, 2])
         checkpointer.save(2, state_of(2), META, UNWRITABLE)
         with pytest.raises(
-            SaveError, match=r"see to the disk and run the same command again; step 1 is the newest"
+            SaveError, match=r"check the disk and run the same command again; step 1 is the newest"
         ) as caught:
             checkpointer.finish(lambda: checkpointer.save(2, state_of(2), META, UNWRITABLE))
         assert caught.value.exit_code == 74
@@ -230,7 +230,7 @@ def test_what_keeps_a_run_from_starting_may_pass_or_not(tmp_path, monkeypatch, n
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(run_lock.RunLock, "_write", fail)
-    with pytest.raises(error, match=f"cannot be written: {os.strerror(number)}; see to the disk"):
+    with pytest.raises(error, match=f"cannot be written: {os.strerror(number)}; check the disk"):
         Checkpointer(tmp_path, CONFIG)
 
 

@@ -147,7 +147,7 @@ def test_weights_that_may_not_be_read_are_a_problem_and_a_failing_disk_is_the_di
         read(tmp_path, tmp_path / "weights", {})
     assert read(tmp_path, tmp_path / "weights", dataclasses.asdict(OWN)) == OWN
     monkeypatch.setattr(os, name, failing(errno.ESTALE))
-    with pytest.raises(DiskError, match=r"^/.*Stale file handle; see to the disk and run the same command again$"):
+    with pytest.raises(DiskError, match=r"^/.*Stale file handle; check the disk and run the same command again$"):
         read(tmp_path, tmp_path / "weights", {})
 
 

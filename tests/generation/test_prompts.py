@@ -123,7 +123,7 @@ def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_missing(tmp_path, mon
         problems = GenerateConfig(model=str(tmp_path), prompts_file=str(path)).file_problems()
     assert problems == []
     monkeypatch.setattr(type(path), "read_bytes", fail)
-    with pytest.raises(DiskError, match=rf"^{path}: prompts_file: .*; see to the disk and run the same command again$"):
+    with pytest.raises(DiskError, match=rf"^{path}: prompts_file: .*; check the disk and run the same command again$"):
         read_prompts(path)
 
 

@@ -60,7 +60,7 @@ def test_what_is_no_directory_or_may_not_be_read_is_told_and_a_failing_disk_is_t
     monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
     with pytest.raises(ConfigError, match=f"^{tmp_path}: cannot be read: Permission denied; give a run, "):
         opened_where_listing_fails(errno.EACCES)
-    with pytest.raises(DiskError, match=f"^{tmp_path}: Stale file handle; see to the disk and run the same command again"):
+    with pytest.raises(DiskError, match=f"^{tmp_path}: Stale file handle; check the disk and run the same command again"):
         opened_where_listing_fails(errno.ESTALE)
 
 

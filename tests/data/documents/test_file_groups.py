@@ -249,7 +249,7 @@ def test_an_unreadable_file_is_named_and_what_was_hashed_before_it_is_kept(tmp_p
     monkeypatch.setattr(file_groups, "GROUP_BYTES", 0)
     (tmp_path / "a").write_text("a")
     (tmp_path / "b").symlink_to("/proc/self/mem")  # its start is not mapped: reading it is an I/O error
-    message = rf"^{tmp_path}/b: data.sources\[0\].paths: cannot be read: Input/output error; see to the disk"
+    message = rf"^{tmp_path}/b: data.sources\[0\].paths: cannot be read: Input/output error; check the disk"
     for _ in range(2):
         with pytest.raises(DiskError, match=message):
             grouped(tmp_path / "a", tmp_path / "b", cache_dir=tmp_path / "cache")

@@ -349,7 +349,7 @@ def test_a_source_that_cannot_be_read_is_not_the_cache(tmp_path, tokenizer):
             prepare(config_for(tmp_path, SourceConfig(kind="text", paths=(path,))), log=lambda line: None)
         return str(caught.value)
 
-    remedy = "see to the disk and run the same command again"
+    remedy = "check the disk and run the same command again"
     message = f"/proc/self/mem: data.sources[0].paths: cannot be read: Input/output error; {remedy}"
     assert refused("/proc/self/mem", DiskError) == message  # its start is not mapped
     long = str(tmp_path / ("x" * 300))

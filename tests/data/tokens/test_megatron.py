@@ -156,7 +156,7 @@ def test_a_failing_disk_is_told_from_damaged_files(pair, monkeypatch, where, num
         raise OSError(number, "it has its own words")
 
     monkeypatch.setattr(*((pathlib.Path, "open") if where == "open" else (megatron, "_read")), fail)
-    with pytest.raises(kind, match=rf"^{pair}\.idx: .*; (see to the disk|copy both|name a)"):
+    with pytest.raises(kind, match=rf"^{pair}\.idx: .*; (check the disk|copy both|name a)"):
         IndexedDataset(pair)
 
 
