@@ -61,7 +61,9 @@ class Side:
     steps: tuple[Step, ...]
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+# Fast code for five steps of a tiny model is not worth its compilation. The command sets the same for all programs of its
+# process; a caller of the library keeps its own flags.
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
 def step_with_gradients(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], Any]:
     """Runs `llamajax.step.step.train_step` and also returns the gradients."""
     metrics, grads = loss_and_grads(run, state.model, batch)

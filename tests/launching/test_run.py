@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from llamajax.config.file import dump_config, load_config
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.launching.hosts import Hosts
 from llamajax.launching.program import Program
@@ -102,8 +103,10 @@ def test_a_commit_is_not_cut_short_by_anothers_end(tmp_path):
 
 def test_who_edits_the_configuration_does_not_change_the_run_that_is_started_again(tmp_path):
     body = """
-    with open(sys.argv[sys.argv.index("--config") + 1]) as file, (here / f"read.{rank}").open("a") as read:
-        print(file.read(), file=read)
+    from llamajax.config.file import dump_config, load_config
+
+    with (here / f"read.{rank}").open("a") as read:
+        print(dump_config(load_config(sys.argv[sys.argv.index("--config") + 1])), file=read)
     if life == 1:
         while not (here / "edited").exists():
             time.sleep(0.01)
@@ -111,7 +114,7 @@ def test_who_edits_the_configuration_does_not_change_the_run_that_is_started_aga
     """
     launch = Launch(tmp_path, body, num_processes=1)
     launch.wait_for_file("read.0")
-    before = launch.config.read_text()
+    before = dump_config(load_config(launch.config))
     launch.config.write_text("{")
     (tmp_path / "edited").touch()
     launch.end(0)
