@@ -142,7 +142,8 @@ def test_conversations_are_in_the_models_template(tmp_path, capsys):
             assert export(tmp_path, out, f"--data.chat_template={path}", *options, *more) == 0
             printed = capsys.readouterr().out
             assert (
-                "note       data.sources[0]: which tokens of the conversations are learnt is not in Megatron-LM's" in printed
+                "note       data.sources[0]: Megatron-LM's files do not record which tokens of the conversations are learnt"
+                in printed
             )
     (plain,), (without,) = ids_in(tmp_path / "plain"), ids_in(tmp_path / "plain_without")
     assert tokenizer.bos_id not in plain
