@@ -1,1 +1,1 @@
-"""Models of other programs to llamajax checkpoints and back."""
+"""Converters between the model and token files of other programs and those of llamajax."""

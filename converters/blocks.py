@@ -1,4 +1,4 @@
-"""Checkpoint arrays block by block, so that no stacked array is ever whole in memory."""
+"""Reads and writes checkpoint arrays block by block, so that memory never holds a whole stacked array."""
 
 import asyncio
 import itertools
@@ -20,11 +20,11 @@ from llamajax.weights.safetensors import write_at
 
 BLOCK_BYTES = 16 << 20
 THREADS = 2
-"""Blocks in work at a time; copying and transposing keeps about two cores busy, and more would need more memory."""
+"""Blocks processed at a time. Copying and transposing keep about two cores busy; more threads need more memory."""
 
 
 def block_shape(shape: tuple[int, ...], dtype: np.dtype[Any], split_dim: int) -> tuple[int, ...]:
-    """The shape of blocks of `BLOCK_BYTES`: several rows of the leading dim, or parts of one, cut along `split_dim`."""
+    """Returns the shape of blocks of `BLOCK_BYTES`: several leading rows, or part of one row, cut along `split_dim`."""
     row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
     rows = min(shape[0], max(1, BLOCK_BYTES // row_bytes))
     if split_dim == 0 or rows > 1:
@@ -34,7 +34,7 @@ def block_shape(shape: tuple[int, ...], dtype: np.dtype[Any], split_dim: int) ->
 
 
 def boxes(shape: tuple[int, ...], block_shape: tuple[int, ...]) -> Iterator[Box]:
-    """The places of all blocks of an array, in order."""
+    """Yields the position of each block of an array, in order."""
     ranges = (
         [slice(at, min(at + step, size)) for at in range(0, size, step)]
         for size, step in zip(shape, block_shape, strict=True)
@@ -44,14 +44,14 @@ def boxes(shape: tuple[int, ...], block_shape: tuple[int, ...]) -> Iterator[Box]
 
 @dataclass(frozen=True)
 class BlockArray:
-    """An array that is made block by block while it is saved; `llamajax.checkpoint.write` takes it for an array."""
+    """Array computed block by block while it is saved; `llamajax.checkpoint.write` treats it as an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     block_shape: tuple[int, ...]
-    """Blocks at the end of a dim are smaller if it does not divide."""
+    """Shape of a block. The last block of a dim is smaller if the block size does not divide the dim."""
     make: Callable[[Box], np.ndarray]
-    """The block at a place."""
+    """Returns the block at a position."""
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +59,9 @@ class BlockArray:
 
 
 class _BlockHandler(ocp.type_handlers.NumpyHandler):
-    """Saves `BlockArray`s as Orbax saves numpy arrays without OCDBT: zarr arrays with one file per block.
+    """Saves `BlockArray`s the way Orbax saves numpy arrays without OCDBT: as zarr arrays with one file per block.
 
-    The files are written here and not by tensorstore, because it writes, and syncs, each as one piece: five times slower.
+    This class writes the files itself: tensorstore writes and syncs each file in one piece, which is five times slower.
     """
 
     async def serialize(
@@ -88,27 +88,27 @@ class _BlockHandler(ocp.type_handlers.NumpyHandler):
 def _write_blocks(array: BlockArray, directory: Path) -> None:
     def write(box: Box) -> None:
         block = array.make(box)
-        if block.shape != array.block_shape:  # at an end; zarr stores all blocks in full
+        if block.shape != array.block_shape:  # last block of a dim; zarr stores every block in full
             block = np.pad(block, [(0, full - size) for full, size in zip(array.block_shape, block.shape, strict=True)])
         place = (dim.start // size for dim, size in zip(box, array.block_shape, strict=True))
         with (directory / ".".join(map(str, place))).open("xb") as file:
             write_at(file.fileno(), block, 0)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        for _ in pool.map(write, boxes(array.shape, array.block_shape)):  # raises what a write raised
+        for _ in pool.map(write, boxes(array.shape, array.block_shape)):  # reraises errors of the writes
             pass
 
 
 _absl = logging.getLogger("absl")
-_absl.disabled = True  # Orbax would warn that numpy arrays, too, are now read by this handler, which inherits how
+_absl.disabled = True  # Orbax would warn that this handler, which inherits from the numpy one, now also reads numpy arrays
 ocp.type_handlers.register_type_handler(BlockArray, _BlockHandler(), override=True)
 _absl.disabled = False
-_absl.addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())  # there is nothing to merge
+_absl.addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())  # without OCDBT, nothing needs merging
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a committed checkpoint, read in parts."""
+    """Array of a committed checkpoint, read in parts."""
 
     _store: Any
 
@@ -118,20 +118,20 @@ class StoredArray:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Shape of the blocks that it is stored in; whoever reads them one by one reads every byte once."""
+        """Shape of the stored blocks. Reading block by block reads every byte once."""
         return tuple(self._store.chunk_layout.read_chunk.shape)
 
     def nbytes(self, box: Box) -> int:
-        """Size of a part of the array, in bytes."""
+        """Returns the size of a part of the array, in bytes."""
         return math.prod(dim.stop - dim.start for dim in box) * self._store.dtype.numpy_dtype.itemsize
 
     def read(self, index: tuple[slice | int, ...]) -> np.ndarray:
-        """A part of it."""
+        """Returns a part of the array."""
         return self._store[index].read().result()
 
 
 def open_array(step_dir: Path, name: str) -> StoredArray:
-    """An array of the committed checkpoint in `step_dir`, in few files (OCDBT) or in one per block."""
+    """Opens an array of the committed checkpoint in `step_dir`, stored in few files (OCDBT) or in one file per block."""
     state = step_dir.absolute() / "state"
     if (state / "manifest.ocdbt").is_file():
         kvstore = {"driver": "ocdbt", "base": f"file://{state}", "path": f"{name}/"}

@@ -1,4 +1,4 @@
-"""One conversion, from beginning to end: what `python -m converters.hf` does."""
+"""Runs one conversion from start to finish; `python -m converters.hf` calls it."""
 
 import argparse
 import os
@@ -17,25 +17,25 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.processes.exit import exit_code
 
 VERIFY_BELOW = 2_000_000_000
-"""Parameters; larger models are compared only on request, because both sides are then whole in memory, in fp32."""
+"""Number of parameters. Larger models are compared only on request: the comparison holds both models in memory, in fp32."""
 
 
 def convert(
     command: str, source: Path, out: Path, *, dtype: ExportDType | None, verify: bool | None, license: str | None
 ) -> None:
-    """Runs one conversion; `out` appears whole, once everything is done and verified, or not at all.
+    """Runs one conversion; `out` appears complete once everything is written and verified, or not at all.
 
     Args:
         command: `import` or `export`.
-        source: what to read.
-        out: the directory to make.
-        dtype: type of the weights in `out`, not float16 for an import; None: as in `source`.
-        verify: compare logits, and of an export the ids of texts; None: logits below two billion parameters.
-        license: of the exported model, for its card; None: that of the model it was imported from.
+        source: directory to read.
+        out: directory to create.
+        dtype: dtype of the weights in `out`, not float16 for an import; None: as in `source`.
+        verify: compare logits, and for an export also token ids; None: compare logits below two billion parameters.
+        license: licence of the exported model, for its card; None: the licence of the model it was imported from.
 
     Raises:
         UserError: one of `llamajax.errors`.
-        OSError: the disk.
+        OSError: reading or writing failed.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: exists already; choose another directory, or remove it")
@@ -51,7 +51,7 @@ def convert(
             nbytes = plan.write(unfinished)
             seconds = time.monotonic() - started
             speed = f"{nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s"
-            print(f"wrote      {speed}, checked and on the disk", flush=True)
+            print(f"wrote      {speed}, checked and synced to disk", flush=True)
             if verify is not False and isinstance(plan, Export) and plan.has_tokenizer:
                 print(f"verify     {plan.verify_ids(unfinished)}", flush=True)
             if verify or (verify is None and num_params(plan.config) < VERIFY_BELOW):
@@ -60,7 +60,7 @@ def convert(
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Converts, and returns the exit code."""
+    """Runs the conversion and returns the exit code."""
     source, out = Path(os.path.expanduser(arguments.source)), Path(os.path.expanduser(arguments.out))
     options = {"dtype": arguments.dtype, "verify": arguments.verify, "license": arguments.license}
     return exit_code(

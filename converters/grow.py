@@ -1,4 +1,4 @@
-"""A larger vocabulary for a model: what `python -m converters.tokenizer grow` does."""
+"""Grows a model's vocabulary; `python -m converters.tokenizer grow` calls it."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ from llamajax.weights.hf_files import open_model, read_travelling
 from llamajax.weights.safetensors import Stored
 
 HELD_OUT_EVERY = 10
-"""One of this many parts of the corpus is held out: measured, not learnt from."""
+"""One in this many parts of the corpus is held out for measuring and not learnt from."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _ODD_TEXTS = (
@@ -48,33 +48,33 @@ _TEXTS_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class Model:
-    """A Hugging Face model that was looked at and can grow."""
+    """Hugging Face model with a vocabulary that can grow."""
 
     config: Mapping[str, Any]
-    """Content of config.json."""
+    """Contents of config.json."""
     tensors: Mapping[str, Stored]
     """Tensors by name."""
     files: Mapping[str, bytes]
-    """Name and content of the tokenizer's and other small files."""
+    """Contents of the tokenizer's and other small files, by name."""
     tokenizer: BpeTokenizer
     loaded: Tokenizer
-    """The same, as training would use it."""
+    """The same tokenizer, as training would use it."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Parts of texts, evenly from all of them."""
+    """Parts of texts, sampled evenly from the whole corpus."""
 
     learnt: Sequence[str]
     held_out: Sequence[str]
 
 
 def grow(arguments: argparse.Namespace, progress: Progress) -> None:
-    """Grows a model's vocabulary; the new directory appears whole and checked, or not at all.
+    """Grows a model's vocabulary; the new directory appears complete and checked, or not at all.
 
     Raises:
         UserError: one of `llamajax.errors`.
-        OSError: the disk.
+        OSError: reading or writing failed.
     """
     source, out = Path(os.path.expanduser(arguments.model)), Path(os.path.expanduser(arguments.out))
     if out.exists() or out.is_symlink():
@@ -96,13 +96,13 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
         body = {key: value for key, value in model.config.items() if key != "auto_map"} | {"vocab_size": num_rows}
         (unfinished / "config.json").write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         grown = load_tokenizer(unfinished)
-        with _shown("measuring  what they bring", progress):
+        with _shown("measuring  the new pieces", progress):
             _check(model.loaded, grown, [*_ODD_TEXTS, *corpus.held_out])
             for line in _worth(model.loaded, grown, corpus):
                 _say(line)
         _say(
             f"vocabulary {model.config['vocab_size']:,} -> {num_rows:,} rows: {len(pieces):,} new tokens,"
-            f" {num_rows - num_tokens:,} rows of no token"
+            f" {num_rows - num_tokens:,} padding rows"
         )
         rows = Growth(vocabulary.first_new_id, vocabulary.encode(pieces), num_rows)
         started = time.monotonic()
@@ -115,29 +115,29 @@ def grow(arguments: argparse.Namespace, progress: Progress) -> None:
 
 
 def _shown(doing: str, progress: Progress) -> AbstractContextManager[None]:
-    """Tells the seconds of what is done within where there is no terminal for a bar."""
+    """Prints the duration of the block if no terminal can show a progress bar."""
     return seconds_told(doing, _say) if progress.disable else nullcontext()
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # above the progress bar, which catches it
+    print(line, flush=True)  # the progress bar captures it and prints it above itself
 
 
 def read_model(source: Path) -> Model:
-    """Looks at everything in `source` but the weights' values.
+    """Reads and checks everything in `source` except the values of the weights.
 
     Raises:
-        ConfigError: it is no Llama with a BPE tokenizer that fits it; says why in one line.
+        ConfigError: it is not a Llama with a matching BPE tokenizer; the message says why in one line.
     """
     if (source / "checkpoints").is_dir() or (source.parent.name == "checkpoints" and (source / "meta.json").is_file()):
         raise ConfigError(
-            f"{source}: is a run or checkpoint of llamajax; export it and grow that:"
+            f"{source}: is a run or checkpoint of llamajax; export it first, and grow the export:"
             f" python -m converters.hf export {source} HF_DIR"
         )
     config, files, tensors = read_json(source / CONFIG), read_travelling(source), open_model(source)
     for name, stored in tensors.items():
         if not name.startswith("model.layers.") and name not in (EMBEDDING, HEAD, "model.norm.weight"):
-            raise ConfigError(f"{stored.file}: {show(name)} is no tensor of a Llama; choose a Llama")
+            raise ConfigError(f"{stored.file}: {show(name)} is not a tensor of a Llama; choose a Llama")
     for name in (EMBEDDING,) if config.get("tie_word_embeddings") else (EMBEDDING, HEAD):
         if name not in tensors:
             raise ConfigError(f"{source}: {name} is missing; download the whole model")
@@ -147,7 +147,7 @@ def read_model(source: Path) -> Model:
         if type(num_rows) is not int or len(shape) != 2 or shape[0] != num_rows:
             raise ConfigError(
                 f"{tensors[name].file}: {name} is {list(shape)}, but vocab_size in config.json is {show(str(num_rows))};"
-                " the files are of two models"
+                " the files belong to different models; download the model again"
             )
     card = source / "README.md"
     if card.is_file():
@@ -162,18 +162,18 @@ def read_model(source: Path) -> Model:
         raise ConfigError(f"{source}: the tokenizer cannot be read: {reason}; download it again") from error
     if tokenizer.vocabulary.first_new_id > num_rows:
         raise ConfigError(
-            f"{source}: the tokenizer has ids up to {tokenizer.vocabulary.first_new_id - 1}, but the model only {num_rows}"
-            " rows; use the tokenizer that belongs to the model"
+            f"{source}: the tokenizer has ids up to {tokenizer.vocabulary.first_new_id - 1}, but the model has only"
+            f" {num_rows} rows; use the model's own tokenizer"
         )
     left_out = {"tokenizer.json", "tokenizer.model"} - tokenizer.files.keys()
     return Model(config, tensors, {name: files[name] for name in files.keys() - left_out}, tokenizer, loaded)
 
 
 def read_corpus(source: Source, max_bytes: int, progress: Progress) -> Corpus:
-    """Samples the corpus, and says how much of it.
+    """Samples the corpus and reports the sizes of the samples.
 
     Raises:
-        DataError: a file cannot be read, or there is too little text.
+        DataError: a file cannot be read, or the corpus has too little text.
     """
     files = source.files()
     num_bytes = sum(path.stat().st_size for path in files)
@@ -186,7 +186,7 @@ def read_corpus(source: Source, max_bytes: int, progress: Progress) -> Corpus:
 
     parts = sample_texts(texts(), max_bytes)
     if len(parts) < 2:
-        raise DataError("corpus.paths: there is too little text to learn from one part and measure on another; add text")
+        raise DataError("corpus.paths: too little text to learn from one part and measure on another; add text")
     held_out = parts[::HELD_OUT_EVERY]
     learnt = [part for place, part in enumerate(parts) if place % HELD_OUT_EVERY]
     learnt_bytes, held_out_bytes = (sum(len(part.encode()) for part in some) for some in (learnt, held_out))
@@ -198,7 +198,7 @@ def read_corpus(source: Source, max_bytes: int, progress: Progress) -> Corpus:
 
 
 def _learn(model: Model, corpus: Corpus, num_pieces: int, progress: Progress) -> list[str]:
-    """The new pieces, in order; at least one."""
+    """Returns the new pieces in order; at least one."""
     started = time.monotonic()
     vocabulary = model.tokenizer.vocabulary
     word_counts: Counter[str] = Counter()
@@ -214,7 +214,7 @@ def _learn(model: Model, corpus: Corpus, num_pieces: int, progress: Progress) ->
 
 
 def _check(old: Tokenizer, new: Tokenizer, texts: Sequence[str]) -> None:
-    """Raises `ConfigError` unless the grown tokenizer has the old tokens and gives back the same texts."""
+    """Raises `ConfigError` unless the grown tokenizer keeps the old tokens and decodes to the same texts."""
     same = (old.bos_id, old.eos_id) == (new.bos_id, new.eos_id)
     same = same and all(old.decode([token]) == new.decode([token]) for token in range(old.vocab_size))
     for some in _batches(texts):
@@ -222,8 +222,8 @@ def _check(old: Tokenizer, new: Tokenizer, texts: Sequence[str]) -> None:
         same = same and all(old.decode(old_ids) == new.decode(new_ids) for old_ids, new_ids in encoded)
     if not same:
         raise ConfigError(
-            f"{old.source}: the tokenizer would not give back all texts after it has grown, and nothing was kept;"
-            " please report this, with the file"
+            f"{old.source}: the grown tokenizer does not decode all texts as before, and nothing was kept; please report"
+            " this, with the file"
         )
 
 
@@ -251,18 +251,18 @@ def _worth(old: Tokenizer, new: Tokenizer, corpus: Corpus) -> Iterator[str]:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Some at a time: encoded texts of the tokenizer library take a hundred times their memory."""
+    """Yields small batches: texts encoded by the tokenizer library take a hundred times their own memory."""
     for at in range(0, len(texts), _TEXTS_AT_ONCE):
         yield texts[at : at + _TEXTS_AT_ONCE]
 
 
 def _text_of(tokenizer: Tokenizer, token: int) -> str:
-    """A token as it is written within a text: at its beginning it may lose a space."""
+    """Returns a token as written inside a text; at the start of a text it may lose a space."""
     return repr(tokenizer.decode([token, token])[len(tokenizer.decode([token])) :])
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs one command, and returns the exit code."""
+    """Runs one command and returns the exit code."""
 
     def run() -> None:
         with Progress(transient=True, disable=not sys.stdout.isatty()) as progress:

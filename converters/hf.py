@@ -1,4 +1,4 @@
-"""Hugging Face models in and out: `python -m converters.hf [import] HF_DIR OUT`, `... export RUN_OR_CHECKPOINT OUT`."""
+"""Converts Hugging Face models: `python -m converters.hf [import] HF_DIR OUT`, `... export RUN_OR_CHECKPOINT OUT`."""
 
 import os
 
@@ -7,10 +7,10 @@ from llamajax.errors import importing
 
 
 def main() -> None:
-    """Reads the command line, converts, and ends the process."""
+    """Parses the command line, converts and exits."""
     arguments = hf_arguments()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # devices are left to training
-    # Only now: --help and mistakes do not wait for the seconds that importing jax takes.
+    os.environ["JAX_PLATFORMS"] = "cpu"  # leave the accelerators to training
+    # Imported late: --help and mistakes do not wait the seconds that importing jax takes.
     with importing():
         from converters import convert
         from llamajax.processes.exit import end_with

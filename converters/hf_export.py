@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face directory."""
+"""Exports a checkpoint to a Hugging Face directory."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -31,21 +31,21 @@ from llamajax.weights.safetensors import Writer
 MAX_SHARD_BYTES = 5_000_000_000
 
 _PIECE_BYTES = 16 << 20
-"""Pieces of arrays up to this, or a quarter of the largest tensor, are copied in threads, each of which needs less than four
-times as much; larger ones alone and tensor by tensor. So memory stays below twice the largest tensor and a little."""
+"""Threads copy pieces of arrays up to this size or a quarter of the largest tensor; each thread needs less than four times
+that. Larger pieces are copied one at a time, tensor by tensor. Memory stays below twice the largest tensor and a little."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """A good checkpoint that can be exported."""
+    """Good checkpoint that can be exported."""
 
     found: Pretrained
     dtype: ExportDType
-    """Type of the weights to write."""
+    """Dtype of the weights to write."""
     license: str | None
-    """Identifier for the model card; None: what the imported model's said, or its licence file."""
+    """Licence identifier for the model card; None: the imported model's, or its licence file."""
     files: Mapping[str, bytes]
-    """Name and content of the tokenizer's and other small files."""
+    """Contents of the tokenizer's and other small files, by name."""
 
     @property
     def config(self) -> ModelConfig:
@@ -54,7 +54,7 @@ class Export:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer among the files."""
+        """Whether the files include a tokenizer."""
         return bool(TOKENIZERS & self.files.keys())
 
     @property
@@ -69,7 +69,7 @@ class Export:
         """Fills the directory `out`. Returns the bytes of weights written.
 
         Raises:
-            CheckpointError: a running run deleted the step meanwhile.
+            CheckpointError: a running run deleted the step during the export.
             ConfigError: a weight is too large for `dtype`.
         """
         special_tokens, ends = self.found.special_tokens(), self._template_ends()
@@ -94,16 +94,16 @@ class Export:
         return writer.nbytes
 
     def verify_ids(self, out: Path) -> str:
-        """Compares the ids of texts in training and in the directory; see `compare_ids`."""
+        """Compares the token ids of texts in training and in the directory; see `compare_ids`."""
         return compare_ids(out, self.found.tokenizer())
 
     def verify(self, out: Path) -> str:
-        """Compares the logits of checkpoint and directory; see `compare_logits`."""
+        """Compares the logits of the checkpoint and the directory; see `compare_logits`."""
         step_dir = self.found.source
         return compare_logits(out, step_dir.parent.parent, int(step_dir.name), self.config, self.dtype)
 
     def _template_ends(self) -> frozenset[int]:
-        """The special tokens that the chat template, if there is one, ends an answer with."""
+        """Returns the special tokens that end an answer in the chat template, if the model has one."""
         if not self.has_tokenizer:
             return frozenset()
         tokenizer = self.found.tokenizer()
@@ -112,14 +112,14 @@ class Export:
 
 
 def _with_ends(known: int | list[int] | None, ends: frozenset[int]) -> int | list[int] | None:
-    """`known` as it is if it has all of `ends`, else a list with the others behind."""
+    """Returns `known` unchanged if it has all of `ends`, else a list with the missing ones appended."""
     before = known if isinstance(known, list) else [] if known is None else [known]
     new = sorted(ends - set(before))
     return [*before, *new] if new else known
 
 
 def _copy_array(step_dir: Path, array: str, writer: Writer, dtype: np.dtype[Any], piece_bytes: int) -> None:
-    """Writes the tensors that one of our arrays consists of."""
+    """Writes the tensors that make up one of our arrays."""
     stored = open_array(step_dir, array)
     with ThreadPoolExecutor(THREADS) as pool:
         small = []
@@ -138,7 +138,7 @@ def _copy_array(step_dir: Path, array: str, writer: Writer, dtype: np.dtype[Any]
 
 
 def _boxes(array: str, stored: StoredArray) -> Iterator[Box]:
-    """The parts of an array to copy at a time: what is stored together, as far as rows of tensors go."""
+    """Yields the parts of an array to copy at a time: stored blocks along layers and tensor rows, whole in other dims."""
     split_dims = (0, names.rows_dim(array))
     shape = [stored.block_shape[dim] if dim in split_dims else size for dim, size in enumerate(stored.shape)]
     return boxes(stored.shape, tuple(shape))
@@ -170,7 +170,7 @@ def _round(values: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
     if dtype == np.float16 and not np.isfinite(rounded).all():
         largest = float(np.max(np.abs(values.astype(np.float32))))
         raise ConfigError(
-            f"--dtype float16: {name} has a weight of {largest:.3g}, and float16 ends at 65504; choose bfloat16 or float32"
+            f"--dtype float16: {name} has a weight {largest:.3g}, above float16's maximum 65504; choose bfloat16 or float32"
         )
     return rounded
 
@@ -183,23 +183,25 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
     """Finds and verifies a checkpoint; needs a current mesh.
 
     Args:
-        source: a run's directory, whose newest good step is taken, or `RUN/checkpoints/STEP`.
-        dtype: type of the weights to write; None: that of the master weights, or of those that were imported.
-        license: the model card's licence.
+        source: run directory, for its newest good step, or `RUN/checkpoints/STEP`.
+        dtype: dtype of the weights to write; None: the dtype of the master weights, or of the imported weights.
+        license: licence for the model card.
 
     Raises:
-        CheckpointError: there is no good checkpoint of a model.
-        ConfigError: it is none that transformers has an architecture for.
+        CheckpointError: `source` has no good checkpoint of a model.
+        ConfigError: transformers has no architecture for the model.
     """
     found = open_pretrained(source)
     if found.tensors is not None:
-        raise ConfigError(f"{source}: is a Hugging Face directory already; give a run or RUN/checkpoints/STEP")
-    assert found.architecture  # or there is none
+        raise ConfigError(f"{source}: is already a Hugging Face directory; give a run or RUN/checkpoints/STEP")
+    assert found.architecture  # raises if transformers has none
     saved = saved_arrays(found.source)
     shapes = names.our_shapes(found.config)
     for name, shape in shapes.items():
         if name not in saved or saved[name][0] not in get_args(DType) or saved[name][1] != shape:
-            text = f"has no {name} of shape {list(shape)}, as this version's model has; export it with its own"
+            text = (
+                f"has no {name} of shape {list(shape)}, which this version needs; export it with the version that wrote it"
+            )
             raise CheckpointError(f"{found.source}: {text}")
     files = read_travelling(found.files)
     if TOKENIZERS & files.keys():

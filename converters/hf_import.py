@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a checkpoint at step 0."""
+"""Imports a Hugging Face directory as a checkpoint at step 0."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,17 +26,17 @@ from llamajax.weights.safetensors import Stored
 
 @dataclass(frozen=True)
 class Import:
-    """A Hugging Face model that can be written as a checkpoint."""
+    """Hugging Face model that can be written as a checkpoint."""
 
     found: Pretrained
     tensors: Mapping[str, Stored]
-    """Its weights, by their Hugging Face name."""
+    """Weights by their Hugging Face name."""
     files: Mapping[str, bytes]
-    """Name and content of the tokenizer's and other small files."""
+    """Contents of the tokenizer's and other small files, by name."""
 
     @property
     def config(self) -> ModelConfig:
-        """The model's."""
+        """Configuration of the model."""
         return self.found.config
 
     @property
@@ -45,19 +45,19 @@ class Import:
         num_files = len({stored.file for stored in self.tensors.values()})
         return (
             f"read       {self.found.source}: {self.found.architecture.name}"
-            f" of {num_params(self.config):,} parameters in {num_files} file(s); kept as {self.config.param_dtype},"
+            f" of {num_params(self.config):,} parameters in {num_files} file(s); stored as {self.config.param_dtype},"
             f" with {', '.join(self.files) or 'no tokenizer'}"
         )
 
     def write(self, out: Path) -> int:
-        """Fills the directory `out`: checkpoint, `model.yaml` and small files. Returns the bytes of weights read."""
+        """Fills the directory `out` with the checkpoint, `model.yaml` and small files. Returns the bytes of weights read."""
         for name, content in self.files.items():
             (out / name).write_bytes(content)
-        # Training has its own types: master weights in float32, whatever they are stored in.
+        # Training chooses its own dtypes: float32 master weights, whatever the stored dtype.
         types = {"param_dtype": ModelConfig.param_dtype, "compute_dtype": ModelConfig.compute_dtype}
         (out / "model.yaml").write_text(
-            f"# The model of {self.found.source.name}, for a configuration that trains on from it; types and remat are"
-            " free.\n" + yaml.safe_dump({"model": dataclasses.asdict(self.config) | types}, sort_keys=False),
+            f"# The model {self.found.source.name}, for a configuration that continues training it. Dtypes and remat may"
+            " change.\n" + yaml.safe_dump({"model": dataclasses.asdict(self.config) | types}, sort_keys=False),
             encoding="utf-8",
         )
         meta = {
@@ -73,7 +73,7 @@ class Import:
         return sum(stored.nbytes for stored in self.tensors.values())
 
     def verify(self, out: Path) -> str:
-        """Compares the logits of source and checkpoint; see `compare_logits`."""
+        """Compares the logits of the source and the checkpoint; see `compare_logits`."""
         return compare_logits(self.found.source, out, 0, self.config, self.config.param_dtype)
 
     def _array(self, name: str, shape: tuple[int, ...]) -> BlockArray:
@@ -93,7 +93,7 @@ class Import:
 
 
 def open_import(source: Path, dtype: DType | None) -> Import:
-    """Looks at the Hugging Face model in `source`; see `open_directory`."""
+    """Opens the Hugging Face model in `source`; see `open_directory`."""
     found = open_directory(source, dtype)
     assert found.tensors is not None
     return Import(found, found.tensors, read_travelling(source))

@@ -1,4 +1,4 @@
-"""A tokenizer's files as transformers and llama.cpp read them with the ids of training."""
+"""Writes a tokenizer's files so that transformers and llama.cpp produce the ids of training."""
 
 import json
 import re
@@ -16,14 +16,14 @@ _KINDS = ModelProto.SentencePiece
 
 
 def tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files that stand beside or replace a tokenizer's, so that every reader has the ids of training.
+    """Returns files that replace or extend a tokenizer's, so that every reader produces the ids of training.
 
-    transformers reads `tokenizer.json` as `tokenizer_config.json` says, llama.cpp the scores in `tokenizer.model` if there
-    is one. A SentencePiece model of a kind that has no such form gets none.
+    transformers reads `tokenizer.json` the way `tokenizer_config.json` says; llama.cpp reads the scores in
+    `tokenizer.model`, if it exists. A SentencePiece model without an equivalent `tokenizer.json` gets no new files.
 
     Args:
-        files: name and content; among them `tokenizer.json` or `tokenizer.model`.
-        tokenizer: the same, as training used it.
+        files: contents by name, including `tokenizer.json` or `tokenizer.model`.
+        tokenizer: the same tokenizer, as training used it.
     """
     known = json.loads(files.get("tokenizer_config.json", '{"clean_up_tokenization_spaces": false}'))
     config = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, **known}
@@ -35,31 +35,32 @@ def tokenizer_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[st
         if body is None:
             return {}
         config |= beside.values
-        if beside.added:  # llama.cpp numbers none by itself
+        if beside.added:  # llama.cpp needs their ids spelled out
             config["added_tokens_decoder"] = {str(entry.pop("id")): entry for entry in json.loads(body)["added_tokens"]}
     model = json.loads(body)["model"]
     if model.get("unk_token") is not None:
         config.setdefault("unk_token", model["unk_token"])
-    # Classes of Llama, and no class, let transformers 5 put together a normalizer and pre-tokenizer of its own.
+    # With a Llama class, or no class, transformers 5 builds its own normalizer and pre-tokenizer.
     if JSON_FILE not in files or "Llama" in (config.get("tokenizer_class") or "Llama"):
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if model.get("byte_fallback") and not _puts_space_first(body):
-        config.setdefault("add_prefix_space", False)  # llama.cpp would put one before every prompt
+        config.setdefault("add_prefix_space", False)  # llama.cpp would put a space before every prompt
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     return {JSON_FILE: body} | ({} if config == known else {"tokenizer_config.json": text.encode()})
 
 
 def convert_sentencepiece(model_file: bytes, bos_id: int | None, beside: TokenizerFiles | None = None) -> bytes | None:
-    """The `tokenizer.json` of a SentencePiece model, with the same ids for every text.
+    """Converts a SentencePiece model to a `tokenizer.json` with the same ids for every text.
 
     Args:
-        model_file: content of `tokenizer.model`.
-        bos_id: what a text is begun with; None: nothing.
-        beside: what the files beside it say: tokens that are added to it, and whether only the beginning of a text is
-            begun with a space, if it has none, or also what follows on special and added tokens.
+        model_file: contents of `tokenizer.model`.
+        bos_id: token that starts each text; None: no such token.
+        beside: settings from the accompanying files: added tokens, and whether a missing leading space is added only at
+            the start of a text or also after special and added tokens.
 
     Returns:
-        None for a kind of model that Hugging Face has no form for: that is no BPE, or puts the space behind a word.
+        Contents of `tokenizer.json`. None if Hugging Face cannot express the model: it is not BPE, or puts the space
+        after a word.
     """
     model = ModelProto.FromString(model_file)
     training, rules = model.trainer_spec, model.normalizer_spec
@@ -73,7 +74,7 @@ def convert_sentencepiece(model_file: bytes, bos_id: int | None, beside: Tokeniz
     if prefixes_once:
         steps.append(pre_tokenizers.Metaspace(SPACE, "first", split=False))  # unless the text begins with one
     if defined:
-        # SentencePiece finds these first, the longest first, and puts its space before a text only, not behind them.
+        # SentencePiece matches these first, longest first, and puts its space only before a text, not after them.
         pattern = "|".join(re.escape(piece.replace(" ", SPACE)) for piece in sorted(defined, key=len, reverse=True))
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     if steps:
@@ -85,7 +86,7 @@ def convert_sentencepiece(model_file: bytes, bos_id: int | None, beside: Tokeniz
         new.content: new for _, new in (beside.added if beside is not None else ())
     }
     for token in added.values():
-        # Normalized, it would be looked for with what is put before a text.
+        # A normalized token would match only with the prefix that the normalizer puts before a text.
         flags = {key: getattr(token, key) for key in ("lstrip", "rstrip", "single_word", "special")}
         token = AddedToken(token.content, **flags, normalized=False)
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
@@ -101,8 +102,8 @@ def convert_sentencepiece(model_file: bytes, bos_id: int | None, beside: Tokeniz
 def _bpe(model: Any, *, whole_words: bool) -> models.BPE:
     ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == _KINDS.NORMAL}
-    # SentencePiece joins the neighbours whose union has the best score, of equals those that are first in the text: runs of
-    # spaces, whose scores are equal in Llama 2, grow from the left. Every way to split a piece gets its place.
+    # SentencePiece merges the neighbours with the best-scoring union; ties go to the first in the text. So runs of spaces,
+    # which have equal scores in Llama 2, grow from the left. Every way to split a piece becomes a merge.
     merges = sorted(
         ((text[:at], text[at:]) for text in scores for at in range(1, len(text)) if {text[:at], text[at:]} <= scores.keys()),
         key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0])),
@@ -118,7 +119,7 @@ def _bpe(model: Any, *, whole_words: bool) -> models.BPE:
 
 
 def _normalizers(rules: Any, *, prefixes: bool) -> list[normalizers.Normalizer]:
-    """Returns the normalizers that do to a text what SentencePiece does, in its order."""
+    """Returns the normalizers that match SentencePiece's steps, in its order."""
     found: list[normalizers.Normalizer] = []
     if rules.precompiled_charsmap:
         found.append(normalizers.Precompiled(rules.precompiled_charsmap))

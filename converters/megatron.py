@@ -1,4 +1,4 @@
-"""Token files of Megatron-LM: `python -m converters.megatron export OUT_PREFIX --config RUN.yaml` and `... info PREFIX`."""
+"""Megatron-LM's token files: `python -m converters.megatron export OUT_PREFIX --config RUN.yaml` and `... info PREFIX`."""
 
 import os
 
@@ -7,10 +7,10 @@ from llamajax.errors import importing
 
 
 def main() -> None:
-    """Reads the command line, does what it says, and ends the process."""
+    """Parses the command line, runs the command and exits."""
     arguments = megatron_arguments()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # devices are left to training
-    # Only now: --help and mistakes do not wait for the seconds that importing jax takes.
+    os.environ["JAX_PLATFORMS"] = "cpu"  # leave the accelerators to training
+    # Imported late: --help and mistakes do not wait the seconds that importing jax takes.
     with importing():
         from converters import megatron_export
         from llamajax.processes.exit import end_with

@@ -1,4 +1,4 @@
-"""A run's documents as token files of Megatron-LM, and what is in such files: what `python -m converters.megatron` does."""
+"""Writes a run's documents as Megatron-LM's token files, and checks such files; `python -m converters.megatron` calls it."""
 
 import argparse
 import itertools
@@ -25,20 +25,20 @@ from llamajax.weights.origin import models_tokenizer
 
 
 def export(config: Config, out: str, *, with_bos: bool = True) -> None:
-    """Writes a pair of files for each source; each appears whole, once it is on the disk, or not at all.
+    """Writes a pair of files for each source; each file appears complete and synced to disk, or not at all.
 
-    They hold the documents that training would pack, in the order of the source's files: without those that are empty, with
-    those that are held out, since Megatron-LM divides documents by their place. Which tokens of conversations are learnt is
-    not in them.
+    The files hold the documents that training would pack, in the order of the source's files. Empty documents are left out.
+    Held-out documents are included, because Megatron-LM splits documents by position. The files do not record which tokens
+    of a conversation are learnt.
 
     Args:
-        config: the run.
-        out: what the names of the files begin with; of several sources, the number of the source follows.
-        with_bos: documents begin with the tokenizer's bos, as in training; all end with its eos.
+        config: configuration of the run.
+        out: prefix of the file names; with several sources, the source's number follows.
+        with_bos: start documents with the tokenizer's bos, as in training; all end with its eos.
 
     Raises:
         UserError: one of `llamajax.errors`.
-        OSError: the disk that is written to.
+        OSError: writing failed.
     """
     prefix = str(paths_of(out)[0]).removesuffix(".bin")
     several = len(config.data.sources) > 1
@@ -62,20 +62,20 @@ def export(config: Config, out: str, *, with_bos: bool = True) -> None:
     ]
     log(f"megatron   --data-path {' '.join(blend) if several else prefix}")
     if len(blend) < len(prefixes):  # Megatron-LM refuses a weight of 0
-        log("note       sources that only a later one of data.stages gives a weight are written, and not in --data-path")
+        log("note       --data-path leaves out written sources that get a weight only in a later one of data.stages")
 
 
 def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool) -> None:
-    """Writes the pair of one source.
+    """Writes the pair of files of one source.
 
     Raises:
-        ConfigError: its tokens are in such files already.
-        DataError: it has no documents, or more bad records than it may.
+        ConfigError: the source already is Megatron-LM's files.
+        DataError: the source has no documents, or more bad records than it allows.
     """
     started = time.monotonic()
     source, counts = tokens.source, tokens.counts
     if not isinstance(tokens, ShardedTokens):
-        raise ConfigError(f"{source.key}.kind: {source.config.kind} is in Megatron-LM's files already; remove the source")
+        raise ConfigError(f"{source.key}.kind: {source.config.kind} already is Megatron-LM's format; remove the source")
     if counts.bad > source.config.max_bad_records:
         raise source.too_many_bad(counts.first_bad)
     if not counts.documents:
@@ -88,7 +88,7 @@ def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool)
             lengths = np.diff(offsets)
             if not with_bos:
                 starts = offsets[:-1][lengths > 0]
-                has_bos = ids[starts] == by.tokenizer.bos_id  # a conversation need not have one
+                has_bos = ids[starts] == by.tokenizer.bos_id  # a conversation may have none
                 lengths[lengths > 0] -= has_bos
                 ids = np.delete(ids, starts[has_bos])
             writer.add_documents(ids, lengths)
@@ -96,7 +96,7 @@ def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool)
     if counts.bad:
         log(f"left out   {source.key}: {counts.bad:,} bad records, the first one {counts.first_bad}")
     if source.format.is_chat:
-        log(f"note       {source.key}: which tokens of the conversations are learnt is not in Megatron-LM's files")
+        log(f"note       {source.key}: Megatron-LM's files do not record which tokens of the conversations are learnt")
     log(
         f"wrote      {prefix}.bin and .idx: {counts.documents:,} documents, {num_tokens:,} tokens of {dtype.name},"
         f" {num_tokens * dtype.itemsize / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s"
@@ -104,7 +104,7 @@ def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool)
 
 
 def _read(tokens: ShardedTokens, part: int, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a shard and its offsets; one that is damaged is made again first."""
+    """Returns a shard's tokens and offsets; rebuilds a damaged shard first."""
 
     def read() -> tuple[np.ndarray, np.ndarray]:
         shard = tokens.store.shard(part)
@@ -117,14 +117,14 @@ def _read(tokens: ShardedTokens, part: int, cache_dir: Path) -> tuple[np.ndarray
 
 
 def info(prefix: str, vocab_size: int | None = None) -> None:
-    """Checks the index, the sizes and all ids of a pair of files, and says what they hold.
+    """Checks the index, sizes and all ids of a pair of files, and reports their contents.
 
     Args:
-        prefix: the pair, see `paths_of`.
-        vocab_size: how many ids there are; None: all that are not negative.
+        prefix: prefix of the pair; see `paths_of`.
+        vocab_size: every id must be below it; None: ids only must not be negative.
 
     Raises:
-        DataError: they are not what they should be.
+        DataError: a check failed.
         DiskError: the disk fails.
     """
     dataset = IndexedDataset(prefix)
@@ -135,7 +135,7 @@ def info(prefix: str, vocab_size: int | None = None) -> None:
         wrong = dataset.first_outside(vocab_size or largest + 1)
         which = "ids" if wrong is None else f"id {wrong[0]} in document {wrong[1]}"
         raise DataError(
-            f"{dataset.bin_path}: token {which} must be {known}; make the files again with the model's tokenizer"
+            f"{dataset.bin_path}: token {which} must be {known}; write the files again with the model's tokenizer"
         )
     longest = 0
     for first in range(0, dataset.num_documents, CHUNK):
@@ -143,7 +143,7 @@ def info(prefix: str, vocab_size: int | None = None) -> None:
         longest = max(longest, int(np.diff(offsets).max()))
     modes = "" if dataset.modes is None else ", with modes"
     mean = dataset.num_tokens / max(dataset.num_documents, 1)
-    log(f"files      {dataset.bin_path} and {dataset.idx_path}: index, sizes and ids are as they should be")
+    log(f"files      {dataset.bin_path} and {dataset.idx_path}: index, sizes and ids are valid")
     log(f"documents  {dataset.num_documents:,} of {dataset.num_sequences:,} sequences{modes}")
     log(f"tokens     {dataset.num_tokens:,} of {dataset.dtype.name}, {dataset.tokens.nbytes / 1e6:,.1f} MB")
     log(f"ids        {smallest:,} to {largest:,}" if dataset.num_tokens else "ids        none")
@@ -151,7 +151,7 @@ def info(prefix: str, vocab_size: int | None = None) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs one command, and returns the exit code."""
+    """Runs one command and returns the exit code."""
 
     def run() -> None:
         if arguments.command == "info":

@@ -1,4 +1,4 @@
-"""The model card of an exported model: what is known of it, and nothing else."""
+"""Model card of an exported model. It states known facts and nothing else."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,13 @@ from llamajax.weights.pretrained import Pretrained
 
 
 def model_card(found: Pretrained, architecture: Architecture, dtype: str, license: str | None) -> str:
-    """README.md: the fields that Hugging Face reads, then the model and its training in a few sentences.
+    """Returns README.md: the fields that Hugging Face reads, then a short description of the model and its training.
 
     Args:
         found: the checkpoint.
-        architecture: what it is for transformers.
-        dtype: type of the written weights.
-        license: identifier; None: that of the model it started from, or `other` if there is a licence file.
+        architecture: the model's architecture in transformers.
+        dtype: dtype of the written weights.
+        license: licence identifier; None: that of the model it started from, or `other` if a licence file exists.
     """
     hf = found.hf or {}
     license = license or hf.get("license")
@@ -39,7 +39,7 @@ def _model(config: ModelConfig, architecture: Architecture, dtype: str) -> str:
     window = f", sliding window of {config.sliding_window:,}" if config.sliding_window else ""
     window += f" in {', '.join(config.layer_types)} layers in turn" if config.layer_types else ""
     return (
-        f"A {architecture.name} of {num_params(config):,} parameters in {dtype}: {config.num_layers} layers, width"
+        f"A {architecture.name} with {num_params(config):,} parameters in {dtype}: {config.num_layers} layers, width"
         f" {config.embed_dim}, {config.num_heads} query and {config.num_kv_heads} key/value heads, {config.vocab_size:,}"
         f" tokens, context of {config.max_seq_len:,}{window}."
     )
@@ -54,20 +54,20 @@ def _training(found: Pretrained) -> str:
     match found.meta:
         case {"data": {"tokens": int(tokens)}}:
             trained += f" on {tokens:,} tokens (padding included)"
-        case {"data": {"position": int(rows)}, "config": {"data": {"seq_len": int(seq_len)}}}:  # of older versions
+        case {"data": {"position": int(rows)}, "config": {"data": {"seq_len": int(seq_len)}}}:  # written by older versions
             trained += f" on {rows * seq_len:,} tokens (padding included)"
     loss = _held_out_loss(found.source.parent.parent, step)
     return f"{trained}; {start}." + ("" if loss is None else f" Loss on held-out documents: {loss:.4f} nats per token.")
 
 
 def _held_out_loss(run_dir: Path, step: int) -> float | None:
-    """Returns the held-out loss measured at this very step; None if the log has none."""
+    """Returns the held-out loss measured at exactly this step; None if the log has none."""
     if not (run_dir / METRICS_FILE).is_file():
         return None
     try:
         series: dict[str, Any] = read_run(run_dir).series
     except UserError as error:
-        say(f"{error}; the model card tells no loss")
+        say(f"{error}; the model card states no loss")
         return None
     steps, losses = series.get("eval/loss", ([], []))
     return next((float(loss) for at, loss in zip(steps, losses, strict=True) if at == step), None)

@@ -1,13 +1,13 @@
-"""A larger vocabulary for a model: `python -m converters.tokenizer grow MODEL OUT --corpus FILE_OR_GLOB --num_pieces N`."""
+"""Grows a model's vocabulary: `python -m converters.tokenizer grow MODEL OUT --corpus FILE_OR_GLOB --num_pieces N`."""
 
 from converters.arguments import tokenizer_arguments
 from llamajax.errors import importing
 
 
 def main() -> None:
-    """Reads the command line, grows the tokenizer, and ends the process."""
+    """Parses the command line, grows the tokenizer and exits."""
     arguments = tokenizer_arguments()
-    # Only now: --help and mistakes do not wait for what is heavy to import.
+    # Imported late: --help and mistakes do not wait for heavy imports.
     with importing():
         from converters import grow
         from llamajax.processes.exit import end_with

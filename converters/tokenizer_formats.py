@@ -1,4 +1,4 @@
-"""The two forms of a BPE tokenizer, SentencePiece's `tokenizer.model` and Hugging Face's `tokenizer.json`, grown alike."""
+"""Grows both forms of a BPE tokenizer alike: SentencePiece's `tokenizer.model` and Hugging Face's `tokenizer.json`."""
 
 import json
 import re
@@ -29,29 +29,29 @@ _WORDS = pre_tokenizers.Split(
     Regex(rf" ?{_HAN}+| ?(?:(?!{_HAN})[\p{{L}}\p{{M}}])+|\p{{N}}| ?[^ \p{{L}}\p{{M}}\p{{N}}]+| +(?= [^ \p{{N}}])| +"),
     "isolated",
 )
-"""Spans that SentencePiece, which cuts texts only during training, allows a piece of Llama's: a space in front of letters or
-of signs, digits one by one, Chinese and Japanese apart from other letters, spaces among themselves."""
+"""Spans that a piece of Llama's SentencePiece may cover: a space before letters or signs, single digits, Chinese and
+Japanese apart from other letters, and runs of spaces. SentencePiece cuts texts this way only during training."""
 
 
 @dataclass(frozen=True)
 class BpeTokenizer:
-    """The tokenizer of a Hugging Face directory, in one form or in both."""
+    """Tokenizer of a Hugging Face directory, in one form or both."""
 
     vocabulary: Vocabulary
     files: Mapping[str, bytes]
-    """Its file or files, by name."""
+    """Contents of the tokenizer's file or files, by name."""
     added: Mapping[int, tuple[str, bool]]
-    """Tokens that are matched in the text before the BPE sees it: id -> text, and whether it is special."""
+    """Tokens matched in the text before BPE runs: id -> text, and whether it is special."""
 
     def grown(self, pieces: Sequence[str]) -> dict[str, bytes]:
-        """The files with new pieces, whose ids follow all others, in order."""
+        """Returns the files with new pieces, which get the ids after all others, in order."""
         grow = {JSON_FILE: self._grown_json, MODEL_FILE: self._grown_model}
         return {name: grow[name](content, pieces) for name, content in self.files.items()}
 
     def _grown_json(self, content: bytes, pieces: Sequence[str]) -> bytes:
         body = json.loads(content)
         vocab, merges = body["model"]["vocab"], body["model"]["merges"]
-        # Readers number added tokens after the vocabulary, whatever the file says, unless they are in it.
+        # Unless added tokens are in the vocabulary, readers number them after it, whatever the file says.
         for token, (text, _) in self.added.items():
             vocab.setdefault(text, token)
         vocab |= {piece: token for token, piece in enumerate(pieces, self.vocabulary.first_new_id)}
@@ -67,23 +67,23 @@ class BpeTokenizer:
         for token in range(len(model.pieces), self.vocabulary.first_new_id):
             text, is_special = self.added[token]
             model.pieces.add(piece=text, score=0.0, type=kinds.CONTROL if is_special else kinds.USER_DEFINED)
-        # The best score is merged first: below all old ones, in order.
+        # The best score merges first, so new scores are below all old ones, in order.
         for place, piece in enumerate(pieces, 1):
             model.pieces.add(piece=piece, score=lowest - place, type=kinds.NORMAL)
         model.trainer_spec.vocab_size = len(model.pieces)
-        model.DiscardUnknownFields()  # field 4: how some texts were encoded before, which readers would test
+        model.DiscardUnknownFields()  # field 4: self-test samples with the old encodings, which readers would check
         return model.SerializeToString()
 
 
 def read_tokenizer(directory: Path, files: Mapping[str, bytes]) -> BpeTokenizer:
-    """Looks at the tokenizer among a directory's small files.
+    """Reads the tokenizer from a directory's small files.
 
     Args:
-        directory: for messages.
-        files: name and content; the tokenizer was loaded before, so it is not damaged.
+        directory: named in messages.
+        files: contents by name; the tokenizer was loaded before, so it is not damaged.
 
     Raises:
-        ConfigError: there is none, it is no BPE, or its files do not belong together.
+        ConfigError: the tokenizer is missing or not BPE, or its files do not belong together.
     """
     added = _added_tokens(directory, files)
     model = None
@@ -102,7 +102,7 @@ def read_tokenizer(directory: Path, files: Mapping[str, bytes]) -> BpeTokenizer:
 
 
 def _added_tokens(directory: Path, files: Mapping[str, bytes]) -> dict[int, tuple[str, bool]]:
-    """Every added token that any of the files names."""
+    """Returns every added token that any of the files names."""
     found: dict[int, tuple[str, bool]] = {}
 
     def parsed(name: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _vocabulary_of_json(path: Path, content: bytes, added: Mapping[int, tuple[st
     model = body["model"]
     if not isinstance(tokenizer.model, tokenizers.models.BPE):
         kind = type(tokenizer.model).__name__
-        raise ConfigError(f"{path}: model.type: {kind} cannot be learnt further; choose a model with a BPE tokenizer")
+        raise ConfigError(f"{path}: model.type: {kind} cannot learn new pieces; choose a model with a BPE tokenizer")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise ConfigError(f"{path}: model.{key}: {show(str(model[key]))} is not supported; it must be null")
@@ -157,7 +157,7 @@ def _vocabulary_of_json(path: Path, content: bytes, added: Mapping[int, tuple[st
 
 
 def _parse_sentencepiece(content: bytes) -> Any | None:
-    """The model, or None if it is something else: Llama 3 comes with another file of that name."""
+    """Returns the model; None for another format. Llama 3 ships a different file under that name."""
     try:
         model = ModelProto.FromString(content)
         sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -185,15 +185,17 @@ def _vocabulary_of_model(path: Path, model: Any, added: Mapping[int, tuple[str, 
 
 
 def _check_model(path: Path, model: Any, vocabulary: Vocabulary, added: Mapping[int, tuple[str, bool]]) -> None:
-    """Refuses a SentencePiece model that cannot get the same pieces at the same ids."""
+    """Raises `ConfigError` if the SentencePiece model cannot get the same pieces at the same ids."""
     if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise ConfigError(f"{path}: is a SentencePiece unigram model, not BPE; choose a model with a BPE tokenizer")
     differing = [piece for piece, token in _normal_pieces(model).items() if vocabulary.ids.get(piece, token) != token]
     if differing or len(model.pieces) > vocabulary.first_new_id:
-        raise ConfigError(f"{path}: does not have the ids of {JSON_FILE}; remove the one that does not belong to the model")
+        raise ConfigError(
+            f"{path}: its ids differ from those in {JSON_FILE}; remove the file that does not belong to the model"
+        )
     for token in range(len(model.pieces), vocabulary.first_new_id):
         if token not in added:
-            raise ConfigError(f"{path}: no file says what token {token} is; complete added_tokens.json")
+            raise ConfigError(f"{path}: no file names token {token}; add it to added_tokens.json")
 
 
 def _normal_pieces(model: Any) -> dict[str, int]:

@@ -1,7 +1,6 @@
-"""New pieces for a BPE tokenizer: its training taken up again where it ended, on new text.
+"""Learns new pieces for a BPE tokenizer by continuing its training on new text.
 
-The new merges come after all old ones, so a text is first encoded as before and then shortened; nothing that the model
-knows changes its place.
+New merges follow all old ones, so a text is first encoded as before and then shortened. All old tokens keep their ids.
 """
 
 import heapq
@@ -14,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_SAVED = 2
-"""Tokens of the sample that a new piece must save; what occurs once is not learnt."""
+"""Number of tokens that a new piece must save in the sample, so that nothing is learnt from a single occurrence."""
 
 _BARRIER = -1
-"""Stands between words, and for tokens that are never merged, such as single bytes of unknown characters."""
+"""Separates words, and replaces tokens that never merge, such as single bytes of unknown characters."""
 _UNKNOWN = -2
-"""The first unknown character; every further one is one below."""
+"""Code of the first unknown character; each further one gets the next lower number."""
 _LOW = 2**32 - 1
-"""A pair is one number: the first token in the high, the second in the low 32 bits."""
+"""Mask of the low 32 bits. A pair is one number: the first token in the high 32 bits, the second in the low 32 bits."""
 _WORDS_AT_ONCE = 1024
 
 
@@ -30,35 +29,35 @@ class Vocabulary:
     """Facts about a tokenizer that further training needs."""
 
     ids: Mapping[str, int]
-    """The pieces that merges make and use."""
+    """Ids of the pieces that merges create and use."""
     taken: frozenset[str]
-    """Names of all tokens, which no new piece may take."""
+    """Names of all tokens; no new piece may reuse one."""
     first_new_id: int
-    """Above the ids of all tokens."""
+    """Lowest id above those of all tokens."""
     words: Callable[[str], Iterable[str]]
-    """Cuts a text into the words that no piece may go beyond."""
+    """Splits a text into words; no piece crosses a word boundary."""
     encode: Callable[[Sequence[str]], list[list[int]]]
-    """The token ids of words (or pieces) as they stand: nothing is normalised, cut or added."""
+    """Returns the token ids of words (or pieces) unchanged: nothing is normalized, cut or added."""
     max_piece_chars: int
-    """Longest new piece."""
+    """Maximum length of a new piece, in characters."""
 
 
 def learn_pieces(
     vocabulary: Vocabulary, word_counts: Mapping[str, int], num_pieces: int, on_piece: Callable[[], None]
 ) -> list[str]:
-    """Continues BPE training (Sennrich et al., arXiv:1508.07909): adds the piece that saves most tokens, and again.
+    """Continues BPE training (Sennrich et al., arXiv:1508.07909): repeatedly adds the piece that saves most tokens.
 
-    A pair of neighbours saves one token wherever it stands. A character that has no piece is counted as if every byte of
-    it were a token, which is what byte fallback makes of it.
+    A pair of neighbours saves one token at each occurrence. A character without a piece counts one token per byte, as byte
+    fallback encodes it.
 
     Args:
         vocabulary: the tokenizer.
-        word_counts: how often each word occurs.
-        num_pieces: how many to add; fewer if no further one saves `MIN_SAVED` tokens.
-        on_piece: called after every new piece, for progress.
+        word_counts: number of occurrences of each word.
+        num_pieces: number of pieces to add; fewer are added if no further piece saves `MIN_SAVED` tokens.
+        on_piece: called after each new piece, for progress.
 
     Returns:
-        The new pieces in the order of their merges; each is made of two older ones, or is a character.
+        The new pieces in merge order; each joins two older pieces, or is a character.
     """
     chains = _Chains(vocabulary, word_counts)
     pieces: list[str] = []
@@ -70,14 +69,14 @@ def learn_pieces(
 
 
 def new_merges(ids: Mapping[str, int], pieces: Sequence[str]) -> list[tuple[str, str]]:
-    """The merges that new pieces bring, in order; they follow all old ones.
+    """Returns the merges for new pieces, in order; they follow all old merges.
 
-    As in SentencePiece, any two neighbours that spell a piece become it, if one of the three is new. Each merge stands
-    where the newest of its three pieces is made; there, what uses that piece comes before what makes it.
+    As in SentencePiece, any two neighbours that spell a piece merge into it, if one of the three is new. A merge takes the
+    position of the newest of its three pieces; at that position, merges that use the piece precede merges that create it.
 
     Args:
-        ids: the old pieces that merges make and use, and their ids.
-        pieces: the new ones.
+        ids: ids of the old pieces that merges create and use.
+        pieces: the new pieces.
     """
     ages = dict.fromkeys(ids, 0) | {piece: place for place, piece in enumerate(pieces, 1)}
     order = {piece: place for place, piece in enumerate(ages)}
@@ -90,7 +89,7 @@ def new_merges(ids: Mapping[str, int], pieces: Sequence[str]) -> list[tuple[str,
 
 
 def _splits(piece: str, known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Every way to make a piece of two known ones."""
+    """Yields every split of a piece into two known pieces."""
     for at in range(1, len(piece)):
         if piece[:at] in known and piece[at:] in known:
             yield piece[:at], piece[at:]
@@ -101,8 +100,8 @@ def _different(ascending: np.ndarray) -> np.ndarray:
 
 
 def _encode(vocabulary: Vocabulary, words: Sequence[str], codes: Mapping[str, int]) -> Iterator[list[int]]:
-    """The tokens of each word, with the unknown characters as their `codes`."""
-    unknown = re.compile(f"([{re.escape(''.join(codes))}])" if codes else "((?!))")  # the latter is nowhere
+    """Yields the tokens of each word, with unknown characters as their `codes`."""
+    unknown = re.compile(f"([{re.escape(''.join(codes))}])" if codes else "((?!))")  # the latter matches nothing
     for at in range(0, len(words), _WORDS_AT_ONCE):
         split = [unknown.split(word) for word in words[at : at + _WORDS_AT_ONCE]]  # every second part is unknown
         encoded = iter(vocabulary.encode([part for parts in split for part in parts[::2]]))
@@ -114,10 +113,10 @@ def _encode(vocabulary: Vocabulary, words: Sequence[str], codes: Mapping[str, in
 
 
 class _Chains:
-    """All words as chains of tokens, and how many tokens every possible new piece would save.
+    """All words as chains of tokens, with the number of tokens that each possible new piece would save.
 
-    The chains lie one after the other, with barriers between them; a position has a token, neighbours that change as
-    tokens merge, and the number of times that its word occurs.
+    The chains follow one another, separated by barriers. A position has a token, neighbours that change as tokens merge,
+    and the number of occurrences of its word.
     """
 
     def __init__(self, vocabulary: Vocabulary, word_counts: Mapping[str, int]) -> None:
@@ -142,7 +141,7 @@ class _Chains:
         self._index_start()
 
     def _index_start(self) -> None:
-        """Notes where every pair and every unknown character is, and what each would save."""
+        """Records the positions of each pair and unknown character, and the tokens that each would save."""
         keys = self._keys(np.arange(len(self._token), dtype=np.int32))
         at = np.flatnonzero(keys != _BARRIER).astype(np.int32)
         keys = keys[at]
@@ -159,7 +158,7 @@ class _Chains:
         heapq.heapify(self._heap)
 
     def best(self) -> str | None:
-        """The piece that would save most tokens, if there is one that may be added."""
+        """Returns the piece that would save most tokens; None if no piece may be added."""
         while self._heap:
             promised, key = heapq.heappop(self._heap)
             saved = self._saved.get(key, 0)
@@ -174,7 +173,7 @@ class _Chains:
         return None
 
     def add(self, piece: str) -> None:
-        """Makes a text a piece, and merges what spells it."""
+        """Adds a piece and merges all pairs that spell it."""
         token = self._ids[piece] = self._next_id
         self._texts[token] = piece
         self._next_id += 1
@@ -184,15 +183,15 @@ class _Chains:
             pairs = self._count(np.concatenate([self._before[at], at]), 1)
         else:
             pairs = [self._ids[left] << 32 | self._ids[right] for left, right in _splits(piece, self._ids)]
-        while pairs:  # what is made may be half of a piece that there is
+        while pairs:  # a new token may be half of an existing piece
             pair = pairs.pop(0)
             if (whole := self._ids.get(self._text(pair))) is not None:
                 pairs += self._merge(pair, whole)
 
     def _merge(self, pair: int, whole: int) -> list[int]:
-        """Replaces a pair by a token wherever it is. Returns the pairs that came to be."""
+        """Replaces all occurrences of a pair by a token. Returns the pairs that this creates."""
         at = self._find(pair)
-        if pair >> 32 == pair & _LOW:  # in a row of them, only every second place is one
+        if pair >> 32 == pair & _LOW:  # in a run of equal tokens, only every second position starts a pair
             continues = np.append(False, self._after[at[:-1]] == at[1:]) if len(at) else np.zeros(0, bool)
             place = np.arange(len(at))
             row_start = np.maximum.accumulate(np.where(continues, 0, place))
@@ -205,7 +204,7 @@ class _Chains:
         return self._count(np.concatenate([self._before[at], at]), 1)
 
     def _find(self, key: int) -> np.ndarray:
-        """Where a pair begins, or an unknown character is; ascending."""
+        """Returns the positions of a pair or an unknown character, ascending."""
         place = np.searchsorted(self._keys_at_start, key)
         known = place < len(self._keys_at_start) and self._keys_at_start[place] == key
         at_start = self._places[self._first[place] : self._first[place + 1]] if known else self._places[:0]
@@ -213,12 +212,12 @@ class _Chains:
         return at[self._keys(at) == key]
 
     def _keys(self, at: np.ndarray) -> np.ndarray:
-        """int64: what begins at each position: a pair, an unknown character, or nothing that can be merged (-1)."""
+        """Returns the key at each position, int64: a pair, an unknown character, or -1 if nothing can merge there."""
         first, second = self._token[at].astype(np.int64), self._token[self._after[at]]
         return np.where((first >= 0) & (second >= 0), first << 32 | second, np.minimum(first, _BARRIER))
 
     def _count(self, at: np.ndarray, sign: int) -> list[int]:
-        """Adds or takes away what the pairs that begin at some positions save. Returns these pairs."""
+        """Adds or subtracts the savings of the pairs at some positions. Returns these pairs."""
         at = _different(np.sort(at))
         keys = self._keys(at)
         at, keys = at[keys >= 0], keys[keys >= 0]

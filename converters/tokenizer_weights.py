@@ -1,4 +1,4 @@
-"""Copies a model's tensors with more rows in its embedding and head; no tensor is ever whole in memory."""
+"""Copies a model's tensors with more rows in the embedding and head. Memory never holds a whole tensor."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from llamajax.config.json_file import parse_json, read_json
 from llamajax.weights.safetensors import INDEX, Stored
 
-_BLOCK_BYTES = 1 << 20  # stays in the processor's cache: three times as fast as 16 MiB
+_BLOCK_BYTES = 1 << 20  # fits the CPU's cache: three times as fast as 16 MiB
 _ROWS_AT_ONCE = 256
 
 
@@ -21,30 +21,30 @@ class Growth:
     """Origin of each row of a grown table."""
 
     num_kept: int
-    """Rows of the old tokens, which stay as they are."""
+    """Number of rows of old tokens, which stay unchanged."""
     parts: Sequence[Sequence[int]]
-    """For each new token, the old ones whose mean its row is (fp32, then rounded); for none, all of them."""
+    """Old tokens of each new token; its row is the mean of their rows (fp32, then rounded). Empty: the mean of all rows."""
     total: int
-    """Rows in the end. Those of no token keep what they have, or are the mean of all old tokens' rows: the score of such a
-    row is the mean of the others' scores, so it is never the best."""
+    """Number of rows after growing. Padding rows keep their values or, if new, get the mean of all old tokens' rows: the
+    score of such a row is the mean of the other scores, so it is never the best."""
 
 
 def write_weights(
     source: Path, tensors: Mapping[str, Stored], tables: Sequence[str], rows: Growth, out: Path, wrote: Callable[[int], None]
 ) -> int:
-    """Writes the files of a model again, with the same names and order of tensors. Returns the number of bytes.
+    """Writes a model's weight files with the same names and tensor order. Returns the number of bytes.
 
     Args:
         source: the model's directory.
-        tensors: all of them, by name.
-        tables: names of those that have a row per token.
-        rows: what these become.
-        out: the directory to write to.
-        wrote: called with every number of bytes written, for progress.
+        tensors: all tensors, by name.
+        tables: names of the tensors with one row per token.
+        rows: the new rows of these tables.
+        out: directory to write to.
+        wrote: called with the bytes of each write, for progress.
 
     Raises:
-        ConfigError: a file changed meanwhile.
-        OSError: the disk.
+        ConfigError: a file changed during the copy.
+        OSError: reading or writing failed.
     """
     nbytes = {name: rows.total * _row_bytes(stored) if name in tables else stored.nbytes for name, stored in tensors.items()}
     for path in sorted({stored.file for stored in tensors.values()}):
@@ -58,7 +58,7 @@ def write_weights(
             if name in tables:
                 header[name]["shape"][0] = rows.total
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+        text += b" " * (-len(text) % 8)  # aligns the tensors
         with (out / path.name).open("xb") as new:
             new.write(len(text).to_bytes(8, "little") + text)
             for name in names:
@@ -85,7 +85,7 @@ def _row_bytes(stored: Stored) -> int:
 
 
 def _blocks(stored: Stored, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-    """Rows of a tensor, some at a time."""
+    """Yields rows of a tensor, some at a time."""
     stop = stored.shape[0] if stop is None else stop
     step = max(1, _BLOCK_BYTES // max(1, _row_bytes(stored)))
     for at in range(start, stop, step):
@@ -93,7 +93,7 @@ def _blocks(stored: Stored, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def _grown(stored: Stored, rows: Growth) -> Iterator[np.ndarray]:
-    """All rows of a grown table, some at a time."""
+    """Yields all rows of a grown table, some at a time."""
     total = np.zeros(stored.shape[1:], np.float64)
     for block in _blocks(stored, 0, rows.num_kept):
         total += np.sum(block.astype(np.float32), axis=0)

@@ -1,4 +1,4 @@
-"""Do transformers and we compute the same logits from two forms of one model?"""
+"""Checks that transformers and llamajax compute the same logits from two forms of one model."""
 
 import dataclasses
 import importlib.util
@@ -21,31 +21,32 @@ from llamajax.weights.float8 import quantization_of, with_scales
 from llamajax.weights.hf_files import open_model
 
 _ALLOWED = 16
-"""Times what nudging every weight by its last fp32 bit does to the logits (root mean squares). Right conversions stay below
-4; one wrong setting or a few weights in a wrong place were found from 59 on, and mostly are in the thousands (LOG.md)."""
+"""Allowed difference of logits, as a multiple of the change from nudging every weight by its last fp32 bit (root mean
+squares). Correct conversions stay below 4. One wrong setting or a few misplaced weights give 59 or more, mostly thousands
+(LOG.md)."""
 _FREQUENCY_BITS = 2.0**-22
-"""Largest relative difference of rotary frequencies: two of their last bits. torch's fp32 power depends on the CPU."""
+"""Largest allowed relative difference of rotary frequencies: two last bits, since torch's fp32 power depends on the CPU."""
 _NEAR = 1024
-"""Positions below it are compared. At 131,072 the last bit of one frequency turns a head by 0.008 rad, which moves logits by
-hundreds of times their rounding; here, by no more than that."""
+"""Only positions below this are compared. At 131,072 the last bit of one frequency turns a head by 0.008 rad, which moves
+logits by hundreds of times their rounding; below this limit, by no more than their rounding."""
 _WRONG = "the converted model is wrong and was not kept; please report this, or look at it with --no-verify"
 
 
 def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, dtype: str) -> str:
-    """Compares on fixed prompts, in fp32 from weights rounded to `dtype` on both sides; needs a current mesh.
+    """Compares logits of fixed prompts, in fp32 from weights rounded to `dtype` on both sides; needs a current mesh.
 
-    Rotary frequencies, on which all far positions rest, are compared by themselves: not by what they do to logits, which
-    grows with the position until a last bit looks like a wrong weight.
+    All far positions depend on the rotary frequencies, so these are compared directly. Their effect on logits grows with the
+    position until a last bit looks like a wrong weight.
 
     Returns:
-        What was found, or why nothing was compared, in a few words.
+        A short summary of the comparison, or the reason for skipping it.
 
     Raises:
-        CheckpointError: frequencies or logits differ by more than rounding, or weights are no finite numbers.
+        CheckpointError: frequencies or logits differ by more than rounding, or weights are not finite.
         ConfigError: transformers cannot read the directory.
     """
     if importlib.util.find_spec("torch") is None:
-        return "skipped, because torch, which transformers computes with, is not installed"
+        return "skipped: transformers needs torch, which is not installed"
     rng = np.random.default_rng(0)
     T, near = min(32, config.max_seq_len), min(_NEAR, config.max_seq_len)
     tokens = rng.integers(0, config.vocab_size, (2, T), dtype=np.int32)
@@ -57,8 +58,8 @@ def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, 
     theirs = _hf_logits(model, tokens, positions)
     if not np.isfinite(theirs).all() and not np.isfinite(ours).all():
         raise CheckpointError(
-            f"{hf_dir}: {_not_finite(hf_dir)}, so there is nothing to compare; take weights from before that, or keep these"
-            " with --no-verify"
+            f"{hf_dir}: {_not_finite(hf_dir)}, so nothing can be compared; use weights from before that, or keep these with"
+            " --no-verify"
         )
     difference, largest = float(np.max(np.abs(ours - theirs))), float(np.max(np.abs(theirs)))
     if not _rms(ours - theirs) <= _ALLOWED * _rms(ours - nudged):
@@ -71,10 +72,10 @@ def _compare_frequencies(hf_dir: Path, config: ModelConfig, model: Any) -> None:
     rotary = model.get_decoder().rotary_emb
     theirs, ours = rotary.inv_freq.numpy().astype(np.float64), inverse_frequencies(config).astype(np.float64)
     if theirs.shape != ours.shape or not np.max(np.abs(theirs / ours - 1)) <= _FREQUENCY_BITS:
-        raise CheckpointError(f"{hf_dir}: rotary frequencies of transformers are not ours; {_WRONG}")
+        raise CheckpointError(f"{hf_dir}: rotary frequencies of transformers differ from ours; {_WRONG}")
     factors = rotary.attention_scaling**2, score_factor(config)
     if abs(factors[0] / factors[1] - 1) > _FREQUENCY_BITS:
-        rule = f"multiplies attention's scores by {factors[0]:.6g}, we by {factors[1]:.6g}"
+        rule = f"multiplies attention scores by {factors[0]:.6g}, llamajax by {factors[1]:.6g}"
         raise CheckpointError(f"{hf_dir}: transformers {rule}; {_WRONG}")
 
 
@@ -86,8 +87,8 @@ def _not_finite(hf_dir: Path) -> str:
     """Explains infinite or NaN logits."""
     for name, stored in open_model(hf_dir).items():
         if not np.isfinite(stored.read().astype(np.float32)).all():
-            return f"{name} holds values that are no finite numbers"
-    return "logits are no finite numbers, though all weights are"
+            return f"{name} holds values that are not finite"
+    return "logits are not finite, though all weights are"
 
 
 def _our_logits(
@@ -98,7 +99,7 @@ def _our_logits(
     tokens: Int32[np.ndarray, "B T"],
     positions: Int32[np.ndarray, "B T"],
 ) -> tuple[Float32[np.ndarray, "B T V"], Float32[np.ndarray, "B T V"]]:
-    """The logits, and those after every weight was moved up or down by about its last fp32 bit."""
+    """Returns the logits, and the logits after moving every weight up or down by about its last fp32 bit."""
     config = dataclasses.replace(config, compute_dtype="float32", remat="none")
     abstract = jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0))
     model = restore(run_dir, {"model": abstract}, step, partial=True).state["model"]
@@ -111,7 +112,7 @@ def _our_logits(
 def _logits(
     model: Llama, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], by: float, *, dtype: str
 ) -> Float32[Array, "B T V"]:
-    """Logits of weights rounded to `dtype`, each then moved up or down by the share `by` of itself."""
+    """Returns the logits of weights rounded to `dtype` and then each moved up or down by the fraction `by`."""
     leaves, structure = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     signs = [jax.random.rademacher(key, weight.shape, "float32") for key, weight in zip(keys, leaves, strict=True)]
@@ -120,9 +121,9 @@ def _logits(
 
 
 def _hf_model(hf_dir: Path, dtype: str) -> tuple[Any, str]:
-    """transformers' model in fp32, of weights rounded to `dtype`; and a word about where those are not as it reads them.
+    """Returns transformers' model in fp32, with weights rounded to `dtype`, and a note if transformers did not read them.
 
-    Weights in float8 are those that we read: transformers rounds them to bfloat16, or reads them on GPUs only.
+    llamajax reads float8 weights itself: transformers rounds them to bfloat16, or reads them only on GPUs.
     """
     import torch  # an optional dependency
     import transformers
@@ -141,18 +142,18 @@ def _hf_model(hf_dir: Path, dtype: str) -> tuple[Any, str]:
         model = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32, **options)
     except MemoryError:
         raise
-    except Exception as error:  # it checks config.json by rules of its own, which change with its version
+    except Exception as error:  # transformers checks config.json by its own rules, which change with its version
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{hf_dir}: transformers {transformers.__version__} cannot read it, and nothing was compared: {reason}; correct"
-            " that, or convert with --no-verify"
+            f"{hf_dir}: transformers {transformers.__version__} cannot read it, and nothing was compared: {reason};"
+            " correct that, or convert with --no-verify"
         ) from error
     found = with_scales(open_model(hf_dir), quantization)
     weights = {name: torch.from_numpy(stored.read().astype(np.float32)).to(wide).float() for name, stored in found.items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert set(missing) | set(unexpected) <= {"lm_head.weight"}, "names were compared before"
+    assert set(missing) | set(unexpected) <= {"lm_head.weight"}, "all names were checked before"
     model.tie_weights()
-    return model.eval(), " (its weights made of float8 by us)"
+    return model.eval(), " (with float8 weights that llamajax dequantized)"
 
 
 def _hf_logits(

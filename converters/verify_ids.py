@@ -1,4 +1,4 @@
-"""Does transformers give texts the ids that training gave them?"""
+"""Checks that transformers gives texts the same token ids as training."""
 
 from pathlib import Path
 
@@ -20,17 +20,17 @@ _TEXTS_OF_PIECES, _PIECES = 64, 32
 
 
 def compare_ids(hf_dir: Path, tokenizer: Tokenizer) -> str:
-    """Compares what transformers makes of texts with what they are as prompts here.
+    """Compares transformers' token ids of texts with llamajax's ids of the same texts as prompts.
 
-    The texts are of many scripts and kinds, and others put together from the vocabulary. Special tokens written in them are
-    text on both sides.
+    The texts cover many scripts and kinds; others are random pieces of the vocabulary. Special tokens written in a text are
+    plain text on both sides.
 
     Args:
-        hf_dir: the directory, with `config.json`.
-        tokenizer: the one of the training.
+        hf_dir: directory with `config.json`.
+        tokenizer: the tokenizer of the training.
 
     Returns:
-        What was found, in a few words.
+        A short summary of the comparison.
 
     Raises:
         CheckpointError: the ids of a text differ, or transformers cannot load the tokenizer.
@@ -41,18 +41,18 @@ def compare_ids(hf_dir: Path, tokenizer: Tokenizer) -> str:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, tokenizer.vocab_size, (_TEXTS_OF_PIECES, _PIECES))
     texts = [*_TEXTS, *(tokenizer.decode(row) for row in ids)]
-    remedy = "the directory was not kept; with --no-verify it is, for programs that take token ids"
+    remedy = "the directory was not kept; --no-verify keeps it, for programs that take token ids"
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=False, local_files_only=True)
         empty = [tokenizer.bos_id]  # a prompt has at least one token
         theirs = [ids or empty for ids in loaded(texts, split_special_tokens=True)["input_ids"]]
-    except Exception as error:  # it raises anything
+    except Exception as error:  # it raises errors of any kind
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{hf_dir}: transformers cannot read the tokenizer: {reason}; {remedy}") from error
     ours = [tokenizer.encode_prompt(text) for text in texts]
     if differing := [text for text, one, other in zip(texts, ours, theirs, strict=True) if one != other]:
         raise CheckpointError(
-            f"{hf_dir}: transformers gives {len(differing)} of {len(texts)} texts other ids than training, the first to"
+            f"{hf_dir}: transformers gives {len(differing)} of {len(texts)} texts other ids than training, for example"
             f" {differing[0][:40]!r}; {remedy}"
         )
-    return f"ids of transformers are those of training for {len(texts)} texts"
+    return f"transformers gives the ids of training for all {len(texts)} texts"

@@ -1,10 +1,9 @@
-"""Known vulnerabilities of the versions in requirements.lock and requirements.cuda13.lock, by pip-audit.
+"""Checks the versions in requirements.lock and requirements.cuda13.lock for known vulnerabilities, with pip-audit.
 
     python scripts/audit.py [--required]
 
-Installs pip-audit into an environment of its own and asks PyPI's database. Exits with 1 if a version has a known
-vulnerability. If the database does not answer, the command says that nothing was audited, and exits with 0, or with 1 if
-`--required` is given.
+Installs pip-audit into its own environment and queries PyPI's database. Exits with 1 if a version has a known vulnerability.
+If the database does not answer, the command reports that nothing was audited and exits with 0, or with 1 under `--required`.
 """
 
 import argparse
@@ -21,16 +20,16 @@ ROOT = Path(__file__).parents[1]
 LOCKS = ("requirements.lock", "requirements.cuda13.lock")
 TOOL = "pip-audit==2.10.1"
 LIMIT_S = 120
-"""Seconds that an installation or an audit may take."""
+"""Time limit of an installation or an audit, in seconds."""
 
 
 def ask_database() -> None:
-    """Raises OSError if PyPI's database does not answer, which is known sooner than by asking for all packages."""
+    """Raises OSError if PyPI's database does not answer. This fails sooner than a query for all packages."""
     urllib.request.urlopen("https://pypi.org/pypi/pip/25.0/json", timeout=10).close()
 
 
 def audit(lock: Path, tool: Path) -> list[dict[str, Any]]:
-    """Returns what pip-audit found for each package of a lock; raises OSError if it could not ask."""
+    """Returns pip-audit's findings for each package of a lock; raises OSError if it could not query the database."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         options = ["--no-deps", "--disable-pip", "--progress-spinner=off", "--format=json", f"--output={report}"]
@@ -43,7 +42,7 @@ def audit(lock: Path, tool: Path) -> list[dict[str, Any]]:
 
 
 def verdict(lock: str, packages: list[dict[str, Any]]) -> tuple[list[str], int]:
-    """Returns a line for each vulnerability, and how many packages were audited."""
+    """Returns a line for each vulnerability, and the number of audited packages."""
     audited = [package for package in packages if "skip_reason" not in package]
     found = [
         f"{lock}: {package['name']} {package['version']}: {bug['id']};"
@@ -55,7 +54,7 @@ def verdict(lock: str, packages: list[dict[str, Any]]) -> tuple[list[str], int]:
 
 
 def main() -> int:
-    """Audits both locks; returns the exit code."""
+    """Audits both locks. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Look for known vulnerabilities in the locked versions.")
     parser.add_argument("--required", action="store_true", help="fail if not all packages could be audited")
     required = parser.parse_args().required

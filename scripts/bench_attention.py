@@ -1,16 +1,17 @@
-"""Attention's kernels beside each other on one GPU, forward and backward.
+"""Compares the attention kernels on one GPU, forward and backward.
 
     python scripts/bench_attention.py [--head_dims 64,128] [--seq_lens 2048,4096,8192] [--documents 0,1000] [--rows 0,1]
                                        [--json FILE]
 
-One layer's attention of 16,384 tokens, 32 query heads over 8 kv heads, random bfloat16, causal; `documents` is their mean
-length in tokens, 0 for rows that are one document; `rows` how many there are, 0 for as many as make those tokens: of one
-row a GPU has few programs. Kernels are called as training calls them (`model.attention_kernel`) and
-take turns there and back (A B B A). Of each pass alone are told: the median of the rounds in ms; `spread`, the distance of
-their quartiles as a share of it; `of best`, the speed as a share of the fastest kernel's; `tflops`, of what queries see, a
-backward pass as 2.5 forward ones; and `peak`, the memory that its program needs.
+Measures one layer's causal attention of 16,384 tokens, with 32 query heads over 8 kv heads and random bfloat16 numbers.
+`documents` is the mean length of documents in tokens; 0 makes each row one document. `rows` is the number of rows; 0 chooses
+as many as give those tokens. One row gives a GPU few programs. Kernels are called as training calls them
+(`model.attention_kernel`) and alternate in order (A B B A). For each pass alone the table shows the median of the rounds in
+ms; `spread`, the distance of their quartiles as a share of the median; `of best`, the speed as a share of the fastest
+kernel's; `tflops`, counting the keys that queries see, and a backward pass as 2.5 forward passes; and `peak`, the memory
+that the pass's program needs.
 
-Exit code 1: a kernel failed, or has not the output and gradients of XLA's `plain` form. `--toy` tries all that on a CPU.
+Exit code 1: a kernel failed, or its output or gradients differ from XLA's `plain` form. `--toy` runs all this on a CPU.
 """
 
 import argparse
@@ -49,12 +50,12 @@ from scripts.bench_gpu import about
 
 KERNELS: tuple[Kernel, ...] = ("plain", "pallas", "cudnn", "tokamax", "triton")
 PASSES = {"forward": 1.0, "backward": 2.5}
-"""With their products, in those of forward."""
-TOLERANCE = 2e-2  # of bfloat16's results, as a share of the largest number
+"""Passes with the number of their products, relative to the forward pass."""
+TOLERANCE = 2e-2  # for bfloat16 results, as a share of the largest number
 
 
 class Size(NamedTuple):
-    """Size of the measurement, and its repetitions: `calls` in each of `rounds`."""
+    """Size of the measurement and its repetitions: `calls` in each of `rounds`."""
 
     tokens: int
     heads: int
@@ -67,14 +68,14 @@ GPU, TOY = Size(16_384, 32, 8, rounds=8, calls=10), Size(128, 2, 1, rounds=2, ca
 
 
 class Case(NamedTuple):
-    """A shape of attention."""
+    """Shape of attention."""
 
     head_dim: int
     seq_len: int
     document_length: int
-    """Mean, tokens; 0: rows are one document."""
+    """Mean length in tokens; 0: each row is one document."""
     rows: int = 0
-    """0: as many as make the tokens of `Size`."""
+    """Number of rows; 0: as many as give the tokens of `Size`."""
 
     def __str__(self) -> str:
         documents = f"documents of {self.document_length:,}" if self.document_length else "one document each"
@@ -83,7 +84,7 @@ class Case(NamedTuple):
 
 
 def segment_ids(case: Case, rows: int) -> np.ndarray | None:
-    """Documents that end by chance [rows, seq_len]; None: every row is one."""
+    """Returns ids of documents with random ends [rows, seq_len]; None if each row is one document."""
     if not case.document_length:
         return None
     ends = np.random.default_rng(1).random((rows, case.seq_len)) < 1 / case.document_length
@@ -91,7 +92,7 @@ def segment_ids(case: Case, rows: int) -> np.ndarray | None:
 
 
 def seen_pairs(ids: np.ndarray | None, rows: int, seq_len: int) -> int:
-    """Queries with the keys that they see."""
+    """Returns the number of pairs of a query and a key that it sees."""
     if ids is None:
         return rows * seq_len * (seq_len + 1) // 2
     index, begins = np.arange(seq_len), np.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -99,7 +100,7 @@ def seen_pairs(ids: np.ndarray | None, rows: int, seq_len: int) -> int:
 
 
 def obstacle(kernel: Kernel, case: Case) -> str | None:
-    """Why a kernel cannot compute it here; None if it can."""
+    """Returns the reason that a kernel cannot compute the case here; None if it can."""
     if kernel in ("tokamax", "triton") and importlib.util.find_spec(kernel) is None:
         return "not installed"
     is_packed, capability = case.document_length > 0, compute_capability()
@@ -108,8 +109,11 @@ def obstacle(kernel: Kernel, case: Case) -> str | None:
 
 
 def compiled(kernel: Kernel, mask: Mask, heads: tuple[Any, Any, Any], d_out: Any) -> dict[str, jax.stages.Compiled]:
-    """`forward`, of q, k, v and the mask with its sight; `keep`, which makes of the same what the backward pass needs; and
-    `backward`, of that and the output's gradient. Arrays may be their shapes."""
+    """Compiles three programs; arrays may be given as shapes.
+
+    `forward` takes q, k, v and the mask with its sight. `keep` takes the same and returns the residuals of the backward
+    pass. `backward` takes these and the output's gradient.
+    """
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
         return attend(q, k, v, mask, q.shape[-1] ** -0.5, kernel=kernel)[0]
@@ -124,7 +128,7 @@ def compiled(kernel: Kernel, mask: Mask, heads: tuple[Any, Any, Any], d_out: Any
 
 
 def measure(case: Case, size: Size, *, timed: bool) -> list[dict[str, Any]]:
-    """A row for each kernel: its `error`, and of both passes time and memory; or why it `cannot`, or is `wrong`."""
+    """Returns a row for each kernel: its `error`, and time and memory of both passes; or why it `cannot` or is `wrong`."""
     rows = case.rows or max(1, size.tokens // case.seq_len)
     of_keys, ids = (rows, case.seq_len, size.kv_heads, case.head_dim), segment_ids(case, rows)
     of_queries = (*of_keys[:3], size.heads // size.kv_heads, case.head_dim)
@@ -145,7 +149,7 @@ def measure(case: Case, size: Size, *, timed: bool) -> list[dict[str, Any]]:
             both = {"forward": partial(programs["forward"], q, k, v, seen), "backward": backward}
             results = [np.asarray(x, np.float32) for way in PASSES for x in jax.tree.leaves(both[way]())]
         except (UserError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            # Refused by the door, by XLA or the GPU, or by the kernel's library: told in its row and by the exit code.
+            # llamajax, XLA, the GPU or the kernel's library refused it: the row and the exit code report it.
             row["wrong"] = str(error).strip().partition("\n")[0][:200] or type(error).__name__
             continue
         truth = results if kernel == "plain" else truth
@@ -176,7 +180,7 @@ def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
 
 
 def take_turns(calls: Mapping[Any, Callable[[], Any]], size: Size) -> dict[Any, list[float]]:
-    """Seconds of each call in every round, by its name."""
+    """Returns the seconds per call in every round, by name."""
     taken = {which: list[float]() for which in calls}
     for number in range(size.rounds):
         for which in list(calls)[:: 1 if number % 2 == 0 else -1]:
@@ -207,17 +211,21 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
-    """The command line, and what it asks for; ends the process with exit code 2 where it is wrong."""
+    """Parses the command line into options and cases. Exits with code 2 on mistakes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--toy", action="store_true", help="on a CPU, rows of 64 tokens, documents of 16; no times")
+    parser.add_argument("--toy", action="store_true", help="run on a CPU: rows of 64 tokens, documents of 16, no times")
     parser.add_argument("--head_dims", type=_several(1, 256), help="default: 64,128", default="64,128")
     parser.add_argument("--seq_lens", type=_several(1, 2**20), help="tokens per row; default: 2048,4096,8192")
-    parser.add_argument("--documents", type=_several(0, 2**20), help="tokens in one, 0: the row; default: 0,1000")
-    parser.add_argument("--rows", type=_several(0, 2**20), help="rows at once, 0: of 16,384 tokens; default: 0,1")
-    parser.add_argument("--json", help="file for everything that was found")
+    parser.add_argument(
+        "--documents", type=_several(0, 2**20), help="mean tokens per document, 0: one document per row; default: 0,1000"
+    )
+    parser.add_argument(
+        "--rows", type=_several(0, 2**20), help="number of rows, 0: as many as give 16,384 tokens; default: 0,1"
+    )
+    parser.add_argument("--json", help="file for all results")
     found = parser.parse_args(arguments)
     if found.toy and (found.seq_lens or found.documents):
-        parser.error("--toy has rows and documents of its own; leave --seq_lens and --documents out")
+        parser.error("--toy sets its own rows and documents; leave out --seq_lens and --documents")
     seq_lens = found.seq_lens or ((64,) if found.toy else (2048, 4096, 8192))
     documents = found.documents or ((0, 16) if found.toy else (0, 1000))
     rows = found.rows or ((0,) if found.toy else (0, 1))
@@ -225,19 +233,19 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
 
 
 def _several(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
-    """Reads numbers with commas between them."""
+    """Returns a reader of comma-separated numbers."""
 
     def read(text: str) -> tuple[int, ...]:
         numbers = text.split(",")
         if wrong := [number for number in numbers if not number.isdecimal() or not least <= int(number) <= most]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no whole number from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not a whole number from {least} to {most}")
         return tuple(map(int, numbers))
 
     return read
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; returns the exit code: 1 where a kernel is wrong."""
+    """Measures. Returns the exit code: 1 if a kernel is wrong."""
     options, cases = parse(arguments)
     wrong: set[str] = set()
     code = exit_code(
@@ -248,10 +256,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure_all(options: argparse.Namespace, cases: Sequence[Case]) -> set[str]:
-    """Measures and tells what is found; returns the kernels that are wrong.
+    """Measures and prints all cases. Returns the kernels that are wrong.
 
     Raises:
-        ConfigError: there is no GPU, or a file cannot be written.
+        ConfigError: no GPU exists, or a file cannot be written.
     """
     named, rows = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
     check_outputs(named, named)
@@ -261,7 +269,7 @@ def measure_all(options: argparse.Namespace, cases: Sequence[Case]) -> set[str]:
         jax.config.update("jax_platforms", "cpu")
     os.environ["CUDA_VISIBLE_DEVICES"] = card.index()
     if not options.toy and jax.default_backend() != "gpu":
-        raise ConfigError("jax finds no GPU to measure on, where nvidia-smi does; pip install 'llamajax[cuda13]'")
+        raise ConfigError("nvidia-smi finds a GPU, but jax does not; pip install 'llamajax[cuda13]'")
     jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
     found = about(hardware) | {"toy": options.toy, "rows": rows}
     log_own(f"device     {hardware['name']}{'; times and memory: not measured' if options.toy else ''}")

@@ -1,14 +1,13 @@
-"""Measures the cost of checkpoints: how long training waits, and how fast they are written, verified and read, beside `dd`
-and `sha256sum` of the same number of bytes in the same directory, in the same run.
+"""Measures the cost of checkpoints: how long training waits, and how fast checkpoints are written, verified and read.
+The same run measures `dd` and `sha256sum` on as many bytes in the same directory, for comparison.
 
     python scripts/bench_checkpoint.py --toy
     python scripts/bench_checkpoint.py --gigabytes 20 --directory /scratch
 
-The state is of arrays as a run has them, over several processes on loopback. To save 20 GB from less memory, each array in
-memory is saved under several names (`--names`): all bytes are copied, written, hashed and read back, but those in memory are
-fewer. They are read back name by name. How it gets on is said on standard error. The directory is left as it was, also when
-this is killed. The kernel keeps what was just written in its memory where it can: `sha256sum`, verifying and reading profit
-alike.
+The state has arrays like a run's, sharded over several processes on loopback. To save 20 GB from less memory, each array in
+memory is saved under several names (`--names`): all bytes are copied, written, hashed and read back, but fewer are in
+memory. They are read back name by name. Progress goes to standard error. The directory is left unchanged, even if this
+script is killed. The kernel caches recent writes where it can, from which `sha256sum`, verifying and reading profit alike.
 """
 
 import argparse
@@ -31,9 +30,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_ARRAY_BYTES = 128 << 20  # of the largest arrays, on each process
-_COPIES = 2  # of what is in memory, at most, while it is saved
-_PROCESS_BYTES = 700 << 20  # of a process before it has a state
+_ARRAY_BYTES = 128 << 20  # size of the largest arrays on each process
+_COPIES = 2  # largest number of copies of the state in memory during a save
+_PROCESS_BYTES = 700 << 20  # memory of a process without a state
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
@@ -41,7 +40,7 @@ from scripts.checkout import commit  # noqa: E402  (found by the path above)
 
 
 def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes: int, num_names: int) -> dict[str, Any]:
-    """In every process of the run: saves, verifies and restores a state of `num_bytes`; seconds, by what they went to."""
+    """Saves, verifies and restores a state of `num_bytes` in every process of the run. Returns the seconds of each phase."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -108,7 +107,7 @@ def measure(directory: Path, port: int, rank: int, num_processes: int, num_bytes
 
 
 def _memory() -> int:
-    """The most bytes that this process has had in memory so far."""
+    """Returns the peak memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -118,22 +117,22 @@ def _say(what: str, rank: int = 0) -> None:
 
 
 def _end_with_parent() -> None:
-    """In a thread: ends this process when the one that started it has ended, of whatever."""
+    """Runs in a thread; ends this process once its parent has ended for any reason."""
     sys.stdin.read()
     os._exit(1)
 
 
 @contextlib.contextmanager
 def _folder(parent: Path) -> Iterator[Path]:
-    """A directory that goes at the end, also when this process is killed: another one waits for that."""
+    """Yields a temporary directory. Another process removes it at the end, even if this process is killed."""
     folder = tempfile.mkdtemp(prefix="bench_checkpoint.", dir=parent)
-    remover = ["sh", "-c", 'cat && sleep 1 && rm -rf "$0"', folder]  # the others have ended by then
+    remover = ["sh", "-c", 'cat && sleep 1 && rm -rf "$0"', folder]  # by then the other processes have ended
     with subprocess.Popen(remover, stdin=subprocess.PIPE, start_new_session=True):
         yield Path(folder)
 
 
 def _tell_size(directory: Path, done: threading.Event) -> None:
-    """In a thread: how much of the checkpoint is on the disk."""
+    """Runs in a thread; prints how much of the checkpoint is on the disk."""
     while not done.wait(10):
         with contextlib.suppress(FileNotFoundError):
             size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
@@ -142,7 +141,7 @@ def _tell_size(directory: Path, done: threading.Event) -> None:
 
 
 def _fit(arguments: argparse.Namespace) -> None:
-    """Sets `names` by the memory that is free, unless they are given; exits if that or the disk does not suffice."""
+    """Sets `names` from the free memory unless given; exits if memory or the disk is too small."""
     num_bytes = int(arguments.gigabytes * 1e9)
     found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
     available = int(found[1]) * 1024 if found else num_bytes
@@ -151,16 +150,16 @@ def _fit(arguments: argparse.Namespace) -> None:
     arguments.names = arguments.names or least
     if arguments.names < least:
         sys.exit(
-            f"--gigabytes {arguments.gigabytes:g} does not fit into half of the {available / 1e9:.1f} GB of memory that are"
-            f" free; give arrays more names than --names {arguments.names}, leave that out, or take fewer --processes"
+            f"--gigabytes {arguments.gigabytes:g} does not fit into half of the {available / 1e9:.1f} GB of free"
+            f" memory; raise --names {arguments.names}, leave it out, or use fewer --processes"
         )
     free = shutil.disk_usage(arguments.directory).free
     if 1.05 * num_bytes > free:
-        sys.exit(f"{arguments.directory}: {free / 1e9:.1f} GB are free; name another --directory, or fewer --gigabytes")
+        sys.exit(f"{arguments.directory}: {free / 1e9:.1f} GB are free; choose another --directory, or fewer --gigabytes")
 
 
 def _about() -> dict[str, Any]:
-    """When, with what and where this was measured."""
+    """Returns the date, command, commit and machine of the measurement."""
     processor = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -179,7 +178,7 @@ def _timed(command: Sequence[str], **options: Any) -> float:
 
 
 def _run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """All processes, then the yardsticks; the figures of the first process."""
+    """Runs all processes, then the yardsticks. Returns the figures of the first process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -221,7 +220,7 @@ def _run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures for people: each rate, and what it is of its yardstick's."""
+    """Formats the figures: each rate, also as a multiple of its yardstick's."""
     size = figures["bytes"]
     rows = [
         ("training waits", "stall_s", None),
@@ -239,22 +238,22 @@ def table(figures: dict[str, Any]) -> str:
     added = (figures["memory"] - figures["memory_before"]) / 1e9
     lines.append(
         f"{size / 1e9:.2f} GB in {figures['num_files']} files of at most {figures['largest_file'] / 1e6:.0f} MB; saving took"
-        f" {added:.2f} GB more memory in the process that took most, of {figures['memory'] / 1e9:.2f} GB"
+        f" {added:.2f} GB more memory, in the process with the highest peak, {figures['memory'] / 1e9:.2f} GB"
     )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Reads the command line, measures and prints."""
+    """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state, in units of 1e9 bytes")
-    parser.add_argument("--processes", type=int, default=4, help="processes that save it together")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state, in GB (1e9 bytes)")
+    parser.add_argument("--processes", type=int, default=4, help="number of processes that save the state together")
     parser.add_argument(
-        "--names", type=int, help="names under which each array in memory is saved; default: as memory asks for"
+        "--names", type=int, help="number of names under which each array is saved; default: as many as memory needs"
     )
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where it is saved")
-    parser.add_argument("--json", type=Path, help="also writes the figures to this file")
-    parser.add_argument("--toy", action="store_true", help="a small state of two processes, to see that it works")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="directory to save in")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--toy", action="store_true", help="try the script with a small state and two processes")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

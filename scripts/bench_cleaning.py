@@ -1,10 +1,10 @@
-"""How fast cleaning is, and which of seeded copies and near duplicates it finds.
+"""Measures how fast cleaning is, and which seeded copies and near duplicates it finds.
 
     python scripts/bench_cleaning.py --documents 20000 --processes 2
 
-Documents are stretches of 3,000 characters of the Python files below this interpreter's prefixes. A tenth of them is there
-twice, and of another tenth there is a copy with up to 30 words replaced, left out or doubled. Similarities are computed from
-words, without hashes. Needs the extra `quality`.
+Documents are stretches of 3,000 characters from the Python files below this interpreter's prefixes. A tenth of them occurs
+twice, and another tenth has a copy with up to 30 words replaced, left out or doubled. Similarities are computed from words,
+without hashes. Needs the extra `quality`.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def jaccard(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> float:
 
 
 def cleaned(folder: Path, name: str, config: CleaningConfig, pool: ProcessPoolExecutor) -> list[str]:
-    """The documents of the folder that stay."""
+    """Returns the documents of the folder that stay."""
     source = Source(SourceConfig(kind="jsonl", paths=(f"{folder}/*.jsonl",)), "data.sources[0]")
     (left,) = clean(
         [source], [file_groups.group_files(source, folder / name, print)], config, folder / name, print, pool.map
@@ -100,7 +100,7 @@ def told(documents: Sequence[str], near: Sequence[tuple[str, str]], left: set[st
     for text in suspects:
         for run in sets[text]:
             holders.setdefault(run, []).append(text)
-    for text, runs in sets.items():  # some are like a text that is no seeded copy
+    for text, runs in sets.items():  # some resemble a text that is not a seeded copy
         sharing = {suspect for run in runs for suspect in holders.get(run, ())} - {text}
         suspects -= {suspect for suspect in sharing if jaccard(runs, sets[suspect]) >= NEAR.threshold}
     print(f"near       precision: {1 - len(suspects) / max(len(left_out), 1):.2%} of {len(left_out):,} that were left out")
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    file_groups.GROUP_BYTES = 2**22  # so that there are several parts
+    file_groups.GROUP_BYTES = 2**22  # makes several parts
     draw = random.Random(0)
     originals = list(dict.fromkeys(text for text, _ in zip(stretches(), range(options.documents), strict=False)))
     copies = draw.sample(originals, len(originals) // 10)

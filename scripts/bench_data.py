@@ -1,13 +1,13 @@
-"""Measures the cost of large data before the first step: packing a hundred million documents, and the start of several
+"""Measures the cost of large data before the first step: packing a hundred million documents, and starting several
 processes on fifty thousand shards.
 
     python scripts/bench_data.py packing --documents 1e8 --directory /scratch
     python scripts/bench_data.py start --shards 50000 --processes 4 --directory /scratch
 
-`packing` makes lengths of documents by a seed (log-normal, a mean of about 800 tokens) and packs them as `prepare`
-does, in this process; there are no tokens. `start` makes a source of as many shards, tiny ones, and starts processes that
-meet by jax.distributed and prepare it, as training does: seconds from the meeting to the data, and to the rows of the first
-two batches, and files of data that each process opened until then.
+`packing` draws seeded document lengths (log-normal, a mean of about 800 tokens) and packs them as `prepare` does, in this
+process and without tokens. `start` creates a source of that many tiny shards and starts processes that connect by
+jax.distributed and prepare the source, as training does. It reports the seconds from the connection to the data and to the
+rows of the first two batches, and the data files that each process has opened by then.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import numpy as np
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from scripts.checkout import commit  # noqa: E402  (found by the path above)
+from scripts.checkout import commit  # noqa: E402  (importable through the path above)
 
 _PART_DOCUMENTS = 16_000  # as in a shard of 64 MB
 _SHARDS_PER_FILE = 16
@@ -38,13 +38,13 @@ _LINES_PER_SHARD = 4
 
 @dataclass(frozen=True)
 class MadeUp:
-    """A store of documents of random lengths, without tokens; a hundredth is held out."""
+    """Store of documents with random lengths and no tokens; a hundredth is held out."""
 
     num_documents: int
 
     @property
     def tokens_of_part(self) -> np.ndarray:
-        """As if all parts were equally long."""
+        """Number of tokens of each part, as if all were equally long."""
         return np.full(-(-self.num_documents // _PART_DOCUMENTS), 2**25, np.int64)
 
     def documents(self, part: int, seq_len: int) -> Any:
@@ -59,12 +59,12 @@ class MadeUp:
         return Documents(np.cumsum(lengths) - lengths, lengths, sides, nothing, nothing, nothing)
 
     def piece(self, part: int, start: int, length: int) -> Any:
-        """There are none."""
+        """Raises, because the store has no tokens."""
         raise NotImplementedError
 
 
 def packing(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Packs, and says how fast, in how much memory and how full."""
+    """Packs; reports the speed, the memory and how full rows are."""
     from llamajax.data.rows.packing_cache import Packings
 
     packings = Packings(MadeUp(int(arguments.documents)), arguments.seq_len, "key", folder)
@@ -82,14 +82,14 @@ def packing(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def start(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Starts processes on a source of many shards, after a first one has made them."""
+    """Starts processes on a source of many shards, after a first process has made the shards."""
     config = _write_source(arguments, folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, __file__, "process", "--config", str(config), "--port", str(port)]
     print("making the shards", file=sys.stderr, flush=True)
-    time.sleep(3)  # what was changed within two seconds is hashed again
+    time.sleep(3)  # files changed within the last two seconds are hashed again
     subprocess.run([*command, "--processes", "1", "--rank", "0"], check=True, stdout=subprocess.DEVNULL)
     print("starting", file=sys.stderr, flush=True)
     several = [*command, "--processes", str(arguments.processes), "--rank"]
@@ -99,7 +99,7 @@ def start(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _write_source(arguments: argparse.Namespace, folder: Path) -> Path:
-    """Files of short lines, and a run on them, of which every shard has some lines."""
+    """Writes files of short lines, and returns a run on them in which each shard has some lines."""
     from llamajax.data.tokenizers.tokenizer import train_sentencepiece
 
     rng, words = np.random.default_rng(0), np.array(["alpha", "beta", "gamma", "delta", "epsilon", "zeta"])
@@ -124,7 +124,7 @@ def _write_source(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def process(arguments: argparse.Namespace) -> None:
-    """In each process: what the data take from the meeting on, and what is opened for them; printed as JSON."""
+    """Runs in each process; prints as JSON the data's time from the connection on, and the files opened."""
     import jax
 
     from llamajax.config.file import load_config
@@ -175,14 +175,14 @@ def _peak() -> int:
 
 
 def main() -> None:
-    """Measures, and prints the figures as JSON."""
+    """Measures and prints the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["packing", "start", "process"], help="`process` is one of `start`")
-    parser.add_argument("--documents", type=float, default=1e6, help="packing: how many")
+    parser.add_argument("what", choices=["packing", "start", "process"], help="`process` is a process of `start`")
+    parser.add_argument("--documents", type=float, default=1e6, help="packing: number of documents")
     parser.add_argument("--seq_len", type=int, default=4096, help="packing: tokens per row")
-    parser.add_argument("--shards", type=int, default=500, help="start: how many")
-    parser.add_argument("--processes", type=int, default=2, help="start: how many")
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where it is all made")
+    parser.add_argument("--shards", type=int, default=500, help="start: number of shards")
+    parser.add_argument("--processes", type=int, default=2, help="start: number of processes")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="directory for all files")
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -1,21 +1,21 @@
-"""llamajax's training step beside the strongest others on one GPU, and the ceiling that the GPU sets to all.
+"""Compares llamajax's training step with the strongest others on one GPU, and with the GPU's ceiling.
 
     python scripts/bench_gpu.py [--models 1b] [--seq 4096] [--packed no,yes] [--rows hf,llamajax] [--json FILE]
 
-Rows: `hf` is transformers' Llama with torch.compile and SDPA; `torch_ideal` the strongest step in torch that we can write;
-`jax_naive` plain jax as one would write it first; `llamajax` training's own step. `ceiling` is the products and the
-attention of a step alone, each by the faster of torch and jax. All rows start from the same weights, see the same random
-tokens, and have AdamW with fp32 master weights, compute in bfloat16 and no data loader; each chooses its own micro-batch
-and recomputation. Every row and round is a process of its own, rounds go there and back (A B B A), and figures are medians
-of all windows of steps. `MFU` counts what documents see, `full` the whole square of attention; `spread` is the distance of
-the windows' quartiles, `apart` how much slower the slowest round was than the fastest, both as shares of the time; `x torch`
-is the speed beside the faster of torch's rows.
+Rows: `hf` is transformers' Llama with torch.compile and SDPA; `torch_ideal` is the strongest step in torch that we can
+write; `jax_naive` is plain jax as one would write it first; `llamajax` is the real training step. `ceiling` is a step's
+products and attention alone, each by the faster of torch and jax. All rows start from the same weights and see the same
+random tokens. They use AdamW with fp32 master weights, compute in bfloat16 and have no data loader; each chooses its own
+micro-batch and recomputation. Every row and round runs in its own process, rounds alternate in order (A B B A), and figures
+are medians of all windows of steps. `MFU` counts the attention that documents see, `full` the whole square of attention.
+`spread` is the distance of the windows' quartiles, and `apart` the distance of the slowest round from the fastest, both as
+shares of the time. `x torch` is the speed relative to the faster of torch's rows.
 
-A row is refused, with its reason in a line and exit code 1, when it is faster than the ceiling, has other losses or
-gradients than the others, lacks fused attention, takes more memory than there is, or was not measured in every round.
+A row is refused, with a one-line reason and exit code 1, if it is faster than the ceiling, has other losses or gradients
+than the others, lacks fused attention, takes more memory than the GPU has, or was not measured in every round.
 
-Needs jax, flax, optax, chex and jaxtyping, for torch's rows torch and transformers, and no network; llamajax need not be
-installed. `--toy` goes the same way at toy size on a CPU and tells no times.
+Needs jax, flax, optax, chex and jaxtyping, torch and transformers for torch's rows, and no network; llamajax need not be
+installed. `--toy` runs the same at toy size on a CPU and reports no times.
 """
 
 import argparse
@@ -60,21 +60,23 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "triton", "transformers",
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; ends the process with exit code 2 where it is wrong."""
+    """Parses the command line. Exits with code 2 on mistakes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models, lengths = tuple(name for name in MODELS if name != TOY), ("2048", "4096", "8192")
-    parser.add_argument("--toy", action="store_true", help="on a CPU, packed rows of 128 tokens")
-    parser.add_argument("--models", type=_several(models), help=f"of {', '.join(models)}; default: 1b")
+    parser.add_argument("--toy", action="store_true", help="run on a CPU, with packed rows of 128 tokens")
+    parser.add_argument("--models", type=_several(models), help=f"some of {', '.join(models)}; default: 1b")
     parser.add_argument("--seq", type=_several(lengths), help="tokens per row; default: 4096")
     parser.add_argument("--packed", type=_several(("no", "yes")), help="yes: several documents per row; default: no")
-    parser.add_argument("--rows", type=_several(tuple(REMATS)), help=f"of {', '.join(REMATS)}; default: all that can be")
+    parser.add_argument("--rows", type=_several(tuple(REMATS)), help=f"some of {', '.join(REMATS)}; default: all possible")
     parser.add_argument("--rounds", type=int, choices=range(1, 10), metavar="1-9", help="default: 2, or 1 with --toy")
-    parser.add_argument("--choices", type=_choices, default={}, help="ROW=MICRO_BATCH:REMAT,..., instead of the rows' own")
-    parser.add_argument("--minutes", type=_minutes, default=9.5, help="after which what still runs is ended; default: 9.5")
-    parser.add_argument("--json", help="file for everything that was found")
+    parser.add_argument("--choices", type=_choices, default={}, help="ROW=MICRO_BATCH:REMAT,..., overrides the rows' own")
+    parser.add_argument(
+        "--minutes", type=_minutes, default=9.5, help="time limit, after which running processes are ended; default: 9.5"
+    )
+    parser.add_argument("--json", help="file for all results")
     found = parser.parse_args(arguments)
     if found.toy and (found.models or found.seq):
-        parser.error("--toy has a model and rows of its own; leave --models and --seq out")
+        parser.error("--toy sets its own model and rows; leave out --models and --seq")
     found.models = (TOY,) if found.toy else found.models or ("1b",)
     found.seq = ("128",) if found.toy else found.seq or ("4096",)
     left_out = TORCH_ROWS if not found.rows and not all(map(importlib.util.find_spec, ("torch", "transformers"))) else ()
@@ -90,7 +92,7 @@ def _several(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def read(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(text.split(",")))
         if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; choose from {', '.join(known)}")
         return names
 
     return read
@@ -102,7 +104,7 @@ def _minutes(text: str) -> float:
     except ValueError:
         minutes = math.nan
     if not 0 <= minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time that can be waited for")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes")
     return minutes
 
 
@@ -112,13 +114,13 @@ def _choices(text: str) -> dict[str, Choice]:
         match = re.fullmatch(r"(\w+)=([1-9][0-9]*):(\w+)", part)
         if match is None or match[3] not in REMATS.get(match[1], ()):
             able = "; ".join(f"{row}: {', '.join(remats)}" for row, remats in REMATS.items())
-            raise argparse.ArgumentTypeError(f"{part!r} must be such as llamajax=4:none, of {able}")
+            raise argparse.ArgumentTypeError(f"{part!r} must have the form llamajax=4:none; choose from {able}")
         found[match[1]] = Choice(micro_batch=int(match[2]), remat=match[3])
     return found
 
 
 class Benchmark:
-    """The processes that measure, one after the other."""
+    """Processes that measure, one after the other."""
 
     def __init__(self, options: argparse.Namespace, hardware: dict[str, Any], folder: Path) -> None:
         self._options, self._hardware, self._folder = options, hardware, folder
@@ -126,7 +128,7 @@ class Benchmark:
         self._started, self._done, self._all = time.monotonic(), 0, 0
 
     def measure(self) -> Iterator[dict[str, Any]]:
-        """Every case, told as it is done: its `case`, `rows`, why rows are `refused`, and all that was `measured`."""
+        """Yields each finished case: its `case`, `rows`, the reasons of `refused` rows, and everything `measured`."""
         options = self._options
         named = itertools.product(options.models, options.seq, options.packed)
         cases = [Case(model=model, seq_len=int(seq), packed=packed == "yes") for model, seq, packed in named]
@@ -134,7 +136,7 @@ class Benchmark:
         yield from map(self._case, cases)
 
     def _parts(self) -> list[str]:
-        """The modules that measure the ceiling."""
+        """Returns the modules that measure the ceiling."""
         return ["jax_rows", *(["torch_rows"] if set(TORCH_ROWS) & set(self._options.rows) else [])]
 
     def _case(self, case: Case) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class Benchmark:
                 )
                 found |= json.loads(done.stdout)
             except subprocess.TimeoutExpired:
-                found["error"] = "there was no time left; raise --minutes, or name fewer cases or rows"
+                found["error"] = "no time was left; raise --minutes, or name fewer cases or rows"
             except subprocess.CalledProcessError as error:
                 last = (log.read_text(errors="replace").strip() or "without a word").splitlines()[-1]
                 found["error"] = f"ended with exit code {error.returncode}: {last[:300]}"
@@ -199,11 +201,11 @@ class Benchmark:
         log_own("")
         print_table(table(case, rows))
         if case.is_toy:
-            log_own("not measured: times, nor whether attention is fused, which is nothing that a CPU tells")
+            log_own("not measured: times, and whether attention is fused, because a CPU cannot show them")
         else:
             log_own(f"{case.tokens:,} tokens per step; MFU is a share of the peak: {source}")
         if sum("choice" in row for row in rows.values()) < 2:
-            log_own("not compared: losses and gradients, of which there are none but one row's; name more --rows")
+            log_own("not compared: losses and gradients, because only one row has them; name more --rows")
         for row, reasons in refused.items():
             for reason in reasons:
                 log_own(f"refused    {row}: {reason}")
@@ -211,8 +213,8 @@ class Benchmark:
 
 
 def environment(folder: Path, *, toy: bool) -> dict[str, str]:
-    """Environment of all processes: one GPU, nothing from the network, programs of earlier rounds; for a toy no GPU, and one
-    thread."""
+    """Returns the environment of all processes: one GPU, no network, cached programs of earlier rounds; for a toy, no GPU
+    and one thread."""
     own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if toy:
         quick = {
@@ -225,7 +227,7 @@ def environment(folder: Path, *, toy: bool) -> dict[str, str]:
 
 
 def about(hardware: dict[str, Any]) -> dict[str, Any]:
-    """Facts about a measurement that one needs to trust it or repeat it."""
+    """Returns the facts needed to trust or repeat a measurement."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -240,7 +242,7 @@ def about(hardware: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; returns the exit code: 1 where a row is refused."""
+    """Measures. Returns the exit code: 1 if a row is refused."""
     options = parse(arguments)
     refused: list[str] = []
     code = exit_code(
@@ -251,13 +253,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(options: argparse.Namespace) -> list[str]:
-    """Measures all cases and tells what is found; returns those with the rows in them that are refused.
+    """Measures and prints all cases. Returns the cases with refused rows, and these rows.
 
     Raises:
-        ConfigError: there is no GPU, or a file cannot be written.
+        ConfigError: no GPU exists, or a file cannot be written.
     """
     named, cases = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
-    jax.config.update("jax_platforms", "cpu")  # the GPU is for the processes that measure
+    jax.config.update("jax_platforms", "cpu")  # leaves the GPU to the processes that measure
     check_outputs(named, named)
     hardware = card.hardware(toy=options.toy)
     log_own(f"device     {hardware['name']}")

@@ -1,18 +1,18 @@
-"""How fast `python -m llamajax.preprocess` tokenizes, per process, beside the tokenizer's library alone, gigatoken alone,
-and the flows of Megatron-LM's `preprocess_data.py` (a process per processor: `json.loads`, encode, write) and
-`preprocess_data_fast.py` (whole files through gigatoken, written at once), in one run.
+"""Measures how fast `python -m llamajax.preprocess` tokenizes, per process. The same run measures the tokenizer's library
+alone, gigatoken alone, and the flows of Megatron-LM's `preprocess_data.py` (a process per processor: `json.loads`, encode,
+write) and `preprocess_data_fast.py` (whole files through gigatoken, written at once).
 
     python scripts/bench_preprocess.py --toy
     python scripts/bench_preprocess.py --gigabytes 20 --kills 20 --directory /scratch --json figures.json
     python scripts/bench_preprocess.py --gigabytes 0.5 --compare --tokenizer tokenizer.json
 
-The corpus is made on the spot, of stretches of the standard library's sources and help texts, by a seed. The others work
-on a sample of it, before and after, since a shared machine is not always equally fast; all encode with as many processes,
-each of one thread. The peak memory is that of the largest worker. With `--kills` the corpus is tokenized once more while
-all processes of the run are killed (SIGKILL) again and again, and every file must be as without. With `--compare` it is
-tokenized once more without gigatoken, and every file must be the same. `work of a process` is what one process does of
-it: hashing, parsing, encoding and writing, without the start of Python and the comparison of ids. On a machine that
-others use too, look at the rates per second of processor time. The directory is left as found.
+The script generates the corpus from a seed, out of stretches of the standard library's sources and help texts. The others
+process a sample of it before and after, since a shared machine's speed varies. All encode with the same number of processes,
+each with one thread. The peak memory is that of the largest worker. `--kills` tokenizes the corpus once more while all
+processes of the run are killed (SIGKILL) repeatedly; every file must be the same as without kills. `--compare` tokenizes it
+once more without gigatoken; every file must be the same. `work of a process` is one process's share of the work: hashing,
+parsing, encoding and writing, without the start of Python and the comparison of ids. On a shared machine, compare the rates
+per second of processor time. The directory is left unchanged.
 """
 
 import argparse
@@ -43,7 +43,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work, not 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from scripts.checkout import commit  # noqa: E402  (found by the path above)
+from scripts.checkout import commit  # noqa: E402  (importable through the path above)
 from scripts.preprocessing_rivals import (  # noqa: E402  (as above)
     Measured,
     encode_alone,
@@ -60,7 +60,7 @@ _LOOK_EVERY_S = 0.5
 
 
 def write_corpus(folder: Path, num_bytes: int) -> list[Path]:
-    """JSONL files of `num_bytes` together: stretches of the library's texts, of log-normal length, each with its number."""
+    """Writes JSONL files of `num_bytes` in total: numbered stretches of the library's texts, of log-normal length."""
     from llamajax.config.data import SourceConfig
     from llamajax.data.documents.sources import Source
 
@@ -85,7 +85,7 @@ def write_corpus(folder: Path, num_bytes: int) -> list[Path]:
 
 
 def sample_of(paths: list[Path], num_bytes: int) -> list[bytes]:
-    """The first lines of the first file."""
+    """Returns the first lines of the first file."""
     with paths[0].open("rb") as file:
         return file.readlines(num_bytes)
 
@@ -109,13 +109,13 @@ def work_of_process(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
     library.is_fast = differing_text(library, quick=True) is None
     with measuring(text_bytes(lines)) as taken:
         groups = group_files(source, out / "cache", lambda line: None)
-        tokenize(groups, library, out / "cache", lambda line: None, gigatoken=False)  # the choice is made
+        tokenize(groups, library, out / "cache", lambda line: None, gigatoken=False)  # makes the choice of encoder
     return taken[0]
 
 
 def rate_per_process(function: Any, tokenizer: Path, lines: list[bytes], workers: int, *rest: Path) -> tuple[float, float]:
-    """MB of text per second and process, by the clock and by processor time, of as many processes that do the same at once,
-    each a part of the lines."""
+    """Returns MB of text per second and process, by the clock and by processor time. The processes run at once, each on a
+    part of the lines."""
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
         parts = [lines[number::workers] for number in range(workers)]
         outs = [[Path(tempfile.mkdtemp(dir=path)) / "out" for path in rest] for _ in range(workers)]
@@ -130,7 +130,7 @@ def rate_per_process(function: Any, tokenizer: Path, lines: list[bytes], workers
 
 @contextlib.contextmanager
 def peak_of_children(pid: int) -> Iterator[list[int]]:
-    """A list of one number: the peak memory, in bytes, of the largest process that descends from `pid`, so far."""
+    """Yields a list with one number: the peak memory so far, in bytes, of the largest descendant of process `pid`."""
     peak, stop = [0], threading.Event()
 
     def watch() -> None:
@@ -185,16 +185,16 @@ def preprocess(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
 
 
 def _numbers(pattern: str, lines: list[str]) -> list[float]:
-    """In the first line that the pattern is found in."""
+    """Returns the numbers in the first line that matches the pattern."""
     found = next(match for line in lines if (match := re.search(pattern, line)))
     return [float(number.replace(",", "")) for number in found.groups()]
 
 
 def preprocess_killed(folder: Path, tokenizer: Path, workers: int, kills: int, seconds: float) -> dict[str, float]:
-    """Tokenizes the corpus, which takes `seconds`, into another cache, killed `kills` times at random moments of it.
+    """Tokenizes the corpus, which takes `seconds`, into another cache, and kills it `kills` times at random moments.
 
     Returns:
-        How many files are the same as of the run that nobody killed, and the seconds of all tries.
+        The number of files, all identical to those of the undisturbed run, and the seconds of all tries.
 
     Raises:
         SystemExit: A file differs, or the last try fails.
@@ -217,14 +217,14 @@ def preprocess_killed(folder: Path, tokenizer: Path, workers: int, kills: int, s
 
 
 def preprocess_otherwise(folder: Path, tokenizer: Path, workers: int) -> dict[str, float]:
-    """How many files are the same when the corpus is tokenized without gigatoken; raises `SystemExit` if one is not."""
+    """Tokenizes without gigatoken. Returns the number of files; raises `SystemExit` if one differs."""
     command = [*_command(folder, tokenizer, workers, "otherwise"), "--data.tokenizer.gigatoken", "false"]
     subprocess.run(command, cwd=_ROOT, stdout=sys.stderr, check=True)
     return {"compared_files": _same_files(folder, "otherwise")}
 
 
 def _same_files(folder: Path, other: str) -> int:
-    """How many files the other cache has, which is removed; raises `SystemExit` if one differs."""
+    """Compares and removes the other cache. Returns its number of files; raises `SystemExit` if one differs."""
     one, another = _digests(folder / "cache"), _digests(folder / other)
     if one != another:
         differing = sorted(str(path) for path in one.keys() | another.keys() if one.get(path) != another.get(path))
@@ -234,7 +234,7 @@ def _same_files(folder: Path, other: str) -> int:
 
 
 def _digests(cache: Path) -> dict[Path, str]:
-    """Digests of all files except those that name the encoding library."""
+    """Returns digests of all files except those that name the encoding library."""
     digests = {}
     files = (path for path in cache.rglob("*") if path.is_file() and path.relative_to(cache).parts[0] != "encoders")
     for path in sorted(files):
@@ -248,17 +248,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the corpus")
     parser.add_argument("--toy", action="store_true", help="a corpus of 20 MB")
-    parser.add_argument("--sample_megabytes", type=float, default=64.0, help="what the others work on, before and after")
+    parser.add_argument("--sample_megabytes", type=float, default=64.0, help="the others' sample, before and after")
     parser.add_argument(
-        "--tokenizer", type=Path, help="a tokenizer.json or tokenizer.model; default: one of 32,000 pieces, made here"
+        "--tokenizer", type=Path, help="a tokenizer.json or tokenizer.model; default: one of 32,000 pieces, trained here"
     )
-    parser.add_argument("--kills", type=int, default=0, help="tokenize once more, killed so often")
+    parser.add_argument("--kills", type=int, default=0, help="tokenize once more, with this many kills")
     parser.add_argument("--compare", action="store_true", help="tokenize once more, without gigatoken")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     parser.add_argument(
-        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="where corpus and cache are made"
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="directory for the corpus and the cache"
     )
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     num_bytes, code = int(20e6 if arguments.toy else arguments.gigabytes * 1e9), commit()
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench-preprocess-") as name:
@@ -300,7 +300,7 @@ def main() -> None:
     for name, rate in rates.items():
         both = others.get(name, [])
         spread = f" ({', '.join(f'{clock:.2f}' for clock, _ in both)})" if both else ""
-        whole = figures["text_megabytes"] / figures["processor_seconds"]  # with hashing, the choice of encoder, and packing
+        whole = figures["text_megabytes"] / figures["processor_seconds"]  # with hashing, the encoder's choice and packing
         processor = statistics.mean(one for _, one in both) if both else whole
         print(
             f"{name:23} {rate:6.2f} MB/s per process, {rate / rates['library alone']:.2f} of the library{spread};"

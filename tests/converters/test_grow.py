@@ -252,14 +252,14 @@ def test_models_that_do_not_grow(tmp_path, capsys):
     assert "config.json: No such file" in refuse(tmp_path, capsys)
     shutil.rmtree(tmp_path / "hf")
     write_model(tmp_path / "hf", "ours", rows=419)
-    assert "the tokenizer has ids up to 419, but the model only 419 rows" in refuse(tmp_path, capsys)
+    assert "the tokenizer has ids up to 419, but the model has only 419 rows" in refuse(tmp_path, capsys)
     shutil.rmtree(tmp_path / "hf")
     write_model(tmp_path / "hf", "ours", tied=True)
     change_json(tmp_path / "hf/config.json", {"tie_word_embeddings": False})
     assert "lm_head.weight is missing" in refuse(tmp_path, capsys)
     weights = read_weights(tmp_path / "hf")
     safetensors.numpy.save_file(weights | {"lm_head.bias": np.zeros(448, np.float32)}, tmp_path / "hf/model.safetensors")
-    assert "lm_head.bias is no tensor of a Llama" in refuse(tmp_path, capsys)
+    assert "lm_head.bias is not a tensor of a Llama" in refuse(tmp_path, capsys)
     (tmp_path / "hf/checkpoints").mkdir()
     assert f"python -m converters.hf export {tmp_path / 'hf'} HF_DIR" in refuse(tmp_path, capsys)
 
@@ -272,10 +272,10 @@ def test_tokenizers_that_do_not_grow(tmp_path, capsys):
     change_json(path, {"model": model | {"dropout": 0.1}})
     assert "tokenizer.json: model.dropout: 0.1 is not supported" in refuse(tmp_path, capsys)
     change_json(path, {"model": {"type": "WordLevel", "vocab": model["vocab"], "unk_token": "<unk>"}})
-    assert "model.type: WordLevel cannot be learnt further" in refuse(tmp_path, capsys)
+    assert "model.type: WordLevel cannot learn new pieces" in refuse(tmp_path, capsys)
     vocab = model["vocab"] | {"th": model["vocab"]["in"], "in": model["vocab"]["th"]}
     change_json(path, {"model": model | {"vocab": vocab}})
-    assert "tokenizer.model: does not have the ids of tokenizer.json" in refuse(tmp_path, capsys)
+    assert "tokenizer.model: its ids differ from those in tokenizer.json" in refuse(tmp_path, capsys)
     path.write_text(whole[:1000])
     assert "is not a tokenizer.json" in refuse(tmp_path, capsys, code=3)
     path.unlink()
@@ -330,7 +330,7 @@ def test_an_interrupted_growth_leaves_nothing(error, code, tmp_path, capsys, mon
 def test_a_tokenizer_that_would_lose_text_is_not_kept(tmp_path, capsys, monkeypatch):
     write_model(tmp_path / "hf", "ours")
     monkeypatch.setattr("converters.tokenizer_formats.BpeTokenizer.grown", forget_a_piece)
-    assert "would not give back all texts after it has grown, and nothing was kept" in refuse(tmp_path, capsys)
+    assert "does not decode all texts as before, and nothing was kept" in refuse(tmp_path, capsys)
 
 
 def forget_a_piece(self: BpeTokenizer, pieces: Sequence[str]) -> dict[str, bytes]:
@@ -356,7 +356,7 @@ def test_long_work_tells_its_seconds(tmp_path, capsys, monkeypatch):
     write_model(tmp_path / "hf", "ours")
     assert run_grow(tmp_path) == 0
     told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "done in" in line]
-    assert told == ["reading    the corpus", "learning   pieces", "measuring  what they bring"]
+    assert told == ["reading    the corpus", "learning   pieces", "measuring  the new pieces"]
 
 
 def test_mutated_directories(tmp_path, capsys):

@@ -121,4 +121,4 @@ def test_the_model_card_tells_of_the_training(trained, tmp_path):
 def test_without_torch_verification_says_so(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert export(trained[0], tmp_path / "hf") == 0
-    assert "verify     skipped, because torch" in capsys.readouterr().out
+    assert "verify     skipped: transformers needs torch" in capsys.readouterr().out

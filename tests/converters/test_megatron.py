@@ -101,9 +101,7 @@ def test_a_source_of_a_later_stage_is_written_but_not_named_to_megatron_which_re
     assert ids_in(tmp_path / "out_1") == framed(tokenizer_of(tmp_path), [" ".join(WORDS)])
     blend, note = capsys.readouterr().out.splitlines()[-2:]
     assert blend == f"megatron   --data-path 1 {tmp_path}/out_0"
-    assert (
-        note == "note       sources that only a later one of data.stages gives a weight are written, and not in --data-path"
-    )
+    assert note == "note       --data-path leaves out written sources that get a weight only in a later one of data.stages"
 
 
 def test_a_setting_can_be_given_with_the_command(tmp_path):
@@ -144,7 +142,8 @@ def test_conversations_are_in_the_models_template(tmp_path, capsys):
             assert export(tmp_path, out, f"--data.chat_template={path}", *options, *more) == 0
             printed = capsys.readouterr().out
             assert (
-                "note       data.sources[0]: which tokens of the conversations are learnt is not in Megatron-LM's" in printed
+                "note       data.sources[0]: Megatron-LM's files do not record which tokens of the conversations are learnt"
+                in printed
             )
     (plain,), (without,) = ids_in(tmp_path / "plain"), ids_in(tmp_path / "plain_without")
     assert tokenizer.bos_id not in plain
@@ -212,7 +211,7 @@ def test_a_pair_is_described(tmp_path, capsys):
     assert (outcome.returncode, outcome.stderr) == (0, "")
     assert re.sub(r"in [\d.]+ s, [\d,]+ MB/s", "in 0.0 s, X MB/s", outcome.stdout) == (
         "checked    0.0 MB in 0.0 s, X MB/s\n"
-        f"files      {tmp_path}/x.bin and {tmp_path}/x.idx: index, sizes and ids are as they should be\n"
+        f"files      {tmp_path}/x.bin and {tmp_path}/x.idx: index, sizes and ids are valid\n"
         "documents  4 of 5 sequences, with modes\n"
         "tokens     7 of int32, 0.0 MB\n"
         "ids        0 to 255\n"
@@ -226,12 +225,12 @@ def test_a_pair_is_described(tmp_path, capsys):
 def test_ids_that_no_model_or_not_this_one_has_are_told(tmp_path, capsys):
     write(tmp_path / "negative", DTYPES["int32"], [[[5, 6]], [[], [7, -3]]], None)
     assert megatron_export.main(megatron_arguments(["info", str(tmp_path / "negative")])) == 3
-    assert f"{tmp_path}/negative.bin: token id -3 in document 1 must be not negative; make the" in capsys.readouterr().err
+    assert f"{tmp_path}/negative.bin: token id -3 in document 1 must be not negative; write the" in capsys.readouterr().err
     write(tmp_path / "large", DTYPES["uint16"], [[[5, 6]], [[600]]], None)
     of_large = ["info", str(tmp_path / "large"), "--vocab_size"]
     assert megatron_export.main(megatron_arguments([*of_large, "601"])) == 0
     assert megatron_export.main(megatron_arguments([*of_large, "512"])) == 3
-    assert "large.bin: token id 600 in document 1 must be below the 512 of --vocab_size; make" in capsys.readouterr().err
+    assert "large.bin: token id 600 in document 1 must be below the 512 of --vocab_size; write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_last_bit_of_a_frequency_is_no_wrong_conversion(tmp_path, monkeypatch)
     import_model(tmp_path, config, 0.3)
     assert "differ by at most" in compare_logits(tmp_path / "hf", tmp_path / "run", 0, config, "float32")
     monkeypatch.setattr(verify, "inverse_frequencies", lambda config: exact(config) * np.float32(1 + 2**-20))
-    with pytest.raises(CheckpointError, match="rotary frequencies of transformers are not ours"):
+    with pytest.raises(CheckpointError, match="rotary frequencies of transformers differ from ours"):
         compare_logits(tmp_path / "hf", tmp_path / "run", 0, config, "float32")
 
 
@@ -112,5 +112,5 @@ def test_a_wrong_conversion_is_found(change, tmp_path):
 
 def test_weights_that_are_no_numbers_are_named(tmp_path):
     import_model(tmp_path, LONG, np.nan)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight holds values that are no finite numbers"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight holds values that are not finite"):
         compare_logits(tmp_path / "hf", tmp_path / "run", 0, LONG, "float32")

@@ -108,11 +108,11 @@ def test_shapes_are_those_that_are_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--head_dims", "wide"], "--head_dims: 'wide' is no whole number from 1 to 256"),
-        (["--head_dims", "64,0"], "--head_dims: '0' is no whole number from 1 to 256"),
-        (["--seq_lens", "1e3"], "--seq_lens: '1e3' is no whole number from 1 to 1048576"),
-        (["--documents", "-1"], "--documents: '-1' is no whole number from 0 to 1048576"),
-        (["--toy", "--documents", "0"], "--toy has rows and documents of its own; leave --seq_lens and --documents out"),
+        (["--head_dims", "wide"], "--head_dims: 'wide' is not a whole number from 1 to 256"),
+        (["--head_dims", "64,0"], "--head_dims: '0' is not a whole number from 1 to 256"),
+        (["--seq_lens", "1e3"], "--seq_lens: '1e3' is not a whole number from 1 to 1048576"),
+        (["--documents", "-1"], "--documents: '-1' is not a whole number from 0 to 1048576"),
+        (["--toy", "--documents", "0"], "--toy sets its own rows and documents; leave out --seq_lens and --documents"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(arguments, message, capsys):

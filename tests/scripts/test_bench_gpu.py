@@ -226,15 +226,15 @@ def test_clocks_are_those_of_the_timed_steps(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--models", "70b"], "'70b' is none of 1b, 3b, 8b16, 8b"),
+        (["--models", "70b"], "'70b' is unknown; choose from 1b, 3b, 8b16, 8b"),
         (["--toy", "--seq", "2048"], "--toy has a model and rows of its own"),
-        (["--rows", "llamajax,maxtext"], "'maxtext' is none of"),
+        (["--rows", "llamajax,maxtext"], "'maxtext' is unknown; choose from"),
         (
             ["--choices", "llamajax=4:none,hf=2:save_attention"],
-            "'hf=2:save_attention' must be such as llamajax=4:none, of hf: ",
+            "'hf=2:save_attention' must have the form llamajax=4:none; choose from hf: ",
         ),
-        (["--minutes", "nan"], "--minutes: 'nan' is no time that can be waited for"),
-        (["--minutes", "soon"], "--minutes: 'soon' is no time that can be waited for"),
+        (["--minutes", "nan"], "--minutes: 'nan' is not a number of minutes"),
+        (["--minutes", "soon"], "--minutes: 'soon' is not a number of minutes"),
     ],
 )
 def test_a_wrong_command_line_is_told(arguments, reason, capsys):
@@ -326,7 +326,7 @@ def test_one_row_alone_is_compared_with_none_and_says_so(asked, capsys):
 def test_what_there_was_no_time_for_is_refused(capsys):
     assert bench_gpu.main(["--toy", "--minutes", "0", "--rows", "hf,llamajax"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("there was no time left; raise --minutes, or name fewer cases or rows") for line in lines) == 4
+    assert sum(line.endswith("no time was left; raise --minutes, or name fewer cases or rows") for line in lines) == 4
     assert lines[-1] == "refused: toy, 128 tokens, packed: ceiling, hf, llamajax"
 
 
