@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Four nodes of eight GPUs, one launcher on each: sbatch scripts/slurm.sh configs/x.yaml [--KEY VALUE ...]
-# Slurm sends SIGTERM two minutes before the end: the run saves and exits with 0, and goes on when it is queued again. When a
-# node fails, or the job is preempted, Slurm queues it again by itself.
+# Slurm sends SIGTERM two minutes before the end: the run saves and exits with 0, and resumes when it is queued again. When a
+# node fails or the job is preempted, Slurm requeues it automatically.
 #SBATCH --job-name=llamajax
 #SBATCH --nodes=4
 #SBATCH --exclusive
@@ -13,6 +13,6 @@
 set -euo pipefail
 config=$1
 shift
-# All of a node's cores for the one task, which would else have one.
+# Gives all of a node's cores to its one task, which would otherwise get one core.
 exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
   .venv/bin/python -m llamajax.launch -- --config "$config" "$@"
