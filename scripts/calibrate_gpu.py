@@ -1,15 +1,14 @@
-"""Measures on one GPU the constants by which plans tell time, and how far plans then are from real training steps.
+"""Measures on one GPU the constants of the cost model, and the error of plans against real training steps.
 
     python scripts/calibrate_gpu.py --output runs/h100.yaml
 
-Takes some minutes, and writes the file that `hardware.calibration` takes. Every constant is the value with which the cost
-model takes as long for a program as the GPU does: a loop over random data, compiled by XLA as training's step is, and
-replayed as plans replay that. Then llamajax's own attention takes one row, of which a GPU has few programs: the share of its
-rate with many rows, as measured and as plans tell. At last come three runs that fit one card: measured, and planned with the
-built-in constants and with the measured ones. What is measured has a process of its own each time, so that it finds the GPU
-empty.
+Takes some minutes and writes a file for `hardware.calibration`. Each constant is chosen so that the cost model predicts the
+GPU's time for a program: a loop over random data, compiled by XLA like the training step and replayed like a plan. Next,
+llamajax's own attention runs on one row, which gives a GPU few programs; the script compares the measured and the predicted
+share of the rate with many rows. Last, three runs that fit one card are measured, and planned with the built-in and with the
+measured constants. Each measurement runs in its own process, so that it finds the GPU empty.
 
-`--device cpu` goes the same way at toy size, without a GPU: its file is marked, and no plan takes it.
+`--device cpu` runs the same at toy size, without a GPU. Its file is marked, and plans refuse it.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for a machine where llamajax is not installed
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what it tries while it compiles
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's warnings about its trials while compiling
 
 import jax
 import jax.numpy as jnp
@@ -88,12 +87,12 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(Settings):
-    """The measurement, and its output file."""
+    """Settings of the measurement and its output file."""
 
     output: str
-    """The file to write, for `hardware.calibration`."""
+    """File to write, for `hardware.calibration`."""
     device: Device = "gpu"
-    """`gpu`: the first that is visible. `cpu`: everything at toy size, to try the way."""
+    """`gpu`: the first visible GPU. `cpu`: everything at toy size, to try the script."""
 
 
 _ONE = {"hardware.gpus_per_node": 1, "mesh.fsdp": 1, "train.grad_accum_steps": 1}
@@ -118,19 +117,19 @@ RUNS: dict[Device, dict[str, dict[str, Any]]] = {
     },
     "cpu": {"toy": _TOY, "toy, narrow": _TOY | {"model.embed_dim": 32}, "toy, long rows": _TOY | {"data.seq_len": 512}},
 }
-"""Changes to the shipped configuration of Llama-3.2 1B: runs on one device, of 40 GB if it is a GPU, where cuDNN attends,
-and llamajax's own kernels to closed documents."""
+"""Changes to the shipped configuration of Llama-3.2 1B, for runs on one device (a GPU of 40 GB). There cuDNN computes
+attention, and llamajax's own kernels compute it for closed documents."""
 
 
 class Timing(NamedTuple):
-    """Timing of a repeated program: the median, and relative to it the distance between the 5th and the 95th percentile."""
+    """Timing of a repeated program: the median, and the distance of the 5th and 95th percentiles relative to it."""
 
     seconds: float
     spread: float
 
 
 def timed(results: Iterator[Any], warm_s: float, measured_s: float) -> Timing:
-    """Seconds from one result to the next, of a device that always has the next one to do."""
+    """Returns the seconds from one result to the next on a device that always has the next one queued."""
     ends: list[float] = []
     seconds: list[float] = []
     for result in one_behind(results):
@@ -144,7 +143,7 @@ def timed(results: Iterator[Any], warm_s: float, measured_s: float) -> Timing:
 
 
 def measured(work: Work, shapes: Shapes, sizes: Sizes) -> tuple[Module, Timing]:
-    """`work` on random data, so often in one program that its launch does not matter: that program, and what it takes."""
+    """Repeats `work` on random data in one program, so that its launch does not matter. Returns the program and its time."""
     arguments = random(shapes)
 
     def loop(count: int, warm_s: float, measured_s: float) -> tuple[Module, Timing]:
@@ -157,9 +156,9 @@ def measured(work: Work, shapes: Shapes, sizes: Sizes) -> tuple[Module, Timing]:
 
 
 def solved(name: str, modules: Collection[Module], seconds: float, machine: Machine) -> float:
-    """The value of the constant `name` with which the cost model takes so long for the programs, all together.
+    """Returns the value of the constant `name` with which the cost model predicts `seconds` for all programs together.
 
-    What it takes is linear in the seconds of a kernel, and in one over a share where nothing else bounds a kernel.
+    The predicted time is linear in the seconds of a kernel, and in 1 / share where nothing else bounds a kernel.
     """
 
     def constant(x: float) -> float:
@@ -177,13 +176,13 @@ def solved(name: str, modules: Collection[Module], seconds: float, machine: Mach
 
 
 def with_constant(machine: Machine, name: str, value: float) -> Machine:
-    """The machine with a constant as measured."""
+    """Returns the machine with a measured constant."""
     return dataclasses.replace(machine, measured=dataclasses.replace(machine.measured, **{name: value}))
 
 
 def small_grids(machine: Machine, sizes: Sizes) -> Iterator[MeasuredGrid]:
-    """Measures attention of one row as a share of the rate of many rows, beside the share in `machine`; prints each."""
-    sizes = sizes._replace(warm_s=sizes.warm_s / 3, measured_s=sizes.measured_s / 3)  # shares need less, of a warm GPU
+    """Measures attention's rate on one row as a share of its rate on many rows. Prints it beside `machine`'s share."""
+    sizes = sizes._replace(warm_s=sizes.warm_s / 3, measured_s=sizes.measured_s / 3)  # shares need less time, on a warm GPU
     for (name, shape), (passes, (work, count)) in itertools.product(SMALL_GRIDS.items(), PASSES.items()):
         rates = []
         for rows in (1, MANY_ROWS):
@@ -196,7 +195,7 @@ def small_grids(machine: Machine, sizes: Sizes) -> Iterator[MeasuredGrid]:
 
 
 def host_link(sizes: Sizes) -> dict[str, Timing]:
-    """Copies of `sizes.elements` float32 to pinned memory of the host, and back."""
+    """Times copies of `sizes.elements` float32 to pinned memory of the host, and back."""
     memories = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=k) for k in ("pinned_host", "device")]
     to_host, from_host = (jax.jit(partial(jax.device_put, device=memory)) for memory in memories)
     (here,) = random([jax.ShapeDtypeStruct((sizes.elements,), jnp.float32)])
@@ -208,24 +207,25 @@ def host_link(sizes: Sizes) -> dict[str, Timing]:
 
 
 def data_sheet(device: Device, kind: str) -> Gpu:
-    """Returns the data sheet of the GPU that jax calls `kind`, or raises `EnvironmentMismatchError`; an H100's stands in for
-    the CPU's."""
+    """Returns the data sheet of the GPU that jax calls `kind`, or raises `EnvironmentMismatchError`; an H100's data sheet
+    replaces the CPU's."""
     gpu = find_gpu(kind if device == "gpu" else "NVIDIA H100 80GB HBM3")
     if gpu is None:
         names = ", ".join(name for known in GPUS for name in known.device_kinds)
-        raise EnvironmentMismatchError(f"--device gpu: plans know no {kind}; measure one of {names}, or take --device cpu")
+        raise EnvironmentMismatchError(
+            f"--device gpu: plans do not support {kind}; measure one of {names}, or use --device cpu"
+        )
     return gpu
 
 
 def measure_constants(device: Device, command: str) -> Measurement:
-    """Measures the constants of the device for `command`; prints each as soon as it is known. Raises as `data_sheet`
-    does."""
+    """Measures the constants of the device for `command`, and prints each at once. Raises the errors of `data_sheet`."""
     startup.connect(MeshConfig(num_cpu_devices=1 if device == "cpu" else None), DistributedConfig())
     found, sizes = jax.local_devices()[0], SIZES[device]
     gpu = data_sheet(device, found.device_kind)
     machine = Machine(gpu=gpu)
     rates = f"{gpu.peak_flops / 1e12:g} TFLOP/s, {gpu.memory_bandwidth / 1e12:.3g} TB/s"
-    log_own(f"device     {found.device_kind}, jax {jax.__version__}; efficiencies are of {gpu.name}'s data sheet: {rates}")
+    log_own(f"device     {found.device_kind}, jax {jax.__version__}; efficiencies refer to {gpu.name}'s data sheet: {rates}")
 
     def known(name: str, value: float, timings: Collection[Timing]) -> Machine:
         built_in, spread = getattr(machine.built_in, name), max(timing.spread for timing in timings)
@@ -258,7 +258,7 @@ def measure_constants(device: Device, command: str) -> Measurement:
 
 
 def measure_step(config: Config, device: Device) -> tuple[Timing, int | None]:
-    """Measures training's own step: its time, and the most bytes of arrays at once, where the device tells them."""
+    """Measures the training step: its time, and the peak bytes of arrays if the device reports them."""
     startup.start(config)
     run = resolve_here(config)
     step = compile_here(run, lower(run, abstract_state(config))).step
@@ -276,7 +276,7 @@ def measure_step(config: Config, device: Device) -> tuple[Timing, int | None]:
 
 
 def random_batch(config: Config) -> Batch:
-    """Rows of one document each."""
+    """Yields rows of one document each."""
     rng, shape = np.random.default_rng(), (1, config.train.global_batch_size, config.data.seq_len)
     tokens, targets = rng.integers(config.model.vocab_size, size=(2, *shape), dtype=np.int32)
     ones = np.ones(shape, np.int32)
@@ -285,7 +285,7 @@ def random_batch(config: Config) -> Batch:
 
 
 def predicted(config: Config, file: str | None) -> tuple[int, float, float | None]:
-    """Bytes of arrays, seconds of a step by the built-in constants, and by those in the file."""
+    """Returns bytes of arrays, and seconds of a step by the built-in constants and by the file's constants."""
     chosen = make_plan(config, suggest=False).chosen
     calibrated = None
     if file is not None:
@@ -294,14 +294,14 @@ def predicted(config: Config, file: str | None) -> tuple[int, float, float | Non
 
 
 def compare(settings: CalibrateConfig, gpu: Gpu, pool: Executor) -> tuple[MeasuredRun, ...]:
-    """Measures and plans the runs, and tells how far apart they are: in words, and those whose constants were measured as
-    what the file keeps. `pool` has a process for each."""
+    """Measures and plans the runs, and prints their differences. Returns the differences with measured constants, for the
+    file. `pool` starts a process for each run."""
     base = shipped().changed({"hardware.gpu": gpu.name.lower()})
     on_gpu = settings.device == "gpu"
     row("run", "measured" if on_gpu else "by the CPU", "spread", f"{gpu.name}, built in", f"{gpu.name}, as measured")
 
     def off(form: Callable[[float], str], told: float | None, measured: float | None) -> str:
-        """A prediction, and how far it is from what was measured on the GPU."""
+        """Formats a prediction and its difference from the GPU's measurement."""
         if told is None:
             return NOT_MEASURED
         return f"{form(told)} ({NOT_MEASURED if measured is None or not on_gpu else f'{told / measured - 1:+.1%}'})"
@@ -322,7 +322,7 @@ def compare(settings: CalibrateConfig, gpu: Gpu, pool: Executor) -> tuple[Measur
 
 
 def row(*cells: str) -> None:
-    """Tells one line of the table."""
+    """Prints one line of the table."""
     log_own("  ".join(cell.ljust(width) for cell, width in zip(cells, (38, 12, 6, 26, 26), strict=False)).rstrip())
 
 
@@ -330,9 +330,9 @@ def run(settings: CalibrateConfig) -> None:
     """Measures, writes and compares.
 
     Raises:
-        CompilerMissingError: nothing can be planned here.
+        CompilerMissingError: the compiler for plans is missing.
         ConfigError: the file cannot be written.
-        EnvironmentMismatchError: there is no GPU, or none that is planned for.
+        EnvironmentMismatchError: no GPU exists, or plans do not support it.
     """
     named = {"--output": settings.output}
     check_outputs(named, named)
@@ -347,11 +347,11 @@ def run(settings: CalibrateConfig) -> None:
         runs = compare(settings, data_sheet(settings.device, measurement.device), pool)
         if runs:
             write_output(named, "--output", lambda: dump_config(dataclasses.replace(measurement, runs=runs)))
-            log_own(f"wrote      how far these {len(runs)} runs are off, for what plans by the file say of their error")
+            log_own(f"wrote      the errors of these {len(runs)} runs, which plans with this file report")
 
 
 def main() -> int:
-    """Reads the command line and measures; returns the exit code."""
+    """Parses the command line and measures. Returns the exit code."""
     settings = parse_args(prog="python scripts/calibrate_gpu.py", root=CalibrateConfig).config
     remedies = {"memory_remedy": "a GPU that nothing else uses", "disk_remedy": "see to it and try again"}
     return exit_code(lambda: run(settings), disk=settings.output, **remedies)

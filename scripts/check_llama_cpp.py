@@ -1,4 +1,4 @@
-"""The comparisons of scripts/check_llama_cpp.sh, which installs what they need; in its directory, with `quickstart`, a run.
+"""Comparisons of scripts/check_llama_cpp.sh, which installs the packages; runs in its directory with a run `quickstart`.
 
 python scripts/check_llama_cpp.py CONVERT_HF_TO_GGUF PYTHON_WITH_TRANSFORMERS_4
 """
@@ -51,11 +51,11 @@ WINDOW = 64
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A model of another program, of random weights, with a tokenizer that others made."""
+    """Model of another program, with random weights and a published tokenizer."""
 
     name: str
     config: Callable[..., Any]
-    """The class of its configuration in transformers."""
+    """Class of its configuration in transformers."""
     changes: dict[str, Any]
     add_tokenizer: Callable[[Path], object]
     """Writes the tokenizer's files into a directory."""
@@ -75,7 +75,7 @@ KINDS = (
 
 
 def import_kind(kind: Kind) -> Path:
-    """An imported model's directory."""
+    """Creates and imports a model. Returns its directory."""
     source, imported = Path(f"{kind.name}_hf"), Path(kind.name)
     for old in (source, imported):
         shutil.rmtree(old, ignore_errors=True)
@@ -104,7 +104,7 @@ def convert(*arguments: object) -> None:
 
 
 def compare(source: Path, convert_to_gguf: str, python4: str) -> list[str]:
-    """Exports a run or imported model and compares it. Returns what differs, a line each."""
+    """Exports a run or imported model and compares it. Returns a line for each difference."""
     out, gguf = Path(f"{source}_exported"), Path(f"{source}.gguf")
     shutil.rmtree(out, ignore_errors=True)
     convert("export", source, out, "--dtype", "float32")
@@ -135,7 +135,7 @@ def _compare_ids(source: Path, out: Path, there: Llama, python4: str) -> list[st
         composed = [text for text in differing if unicodedata.is_normalized("NFC", text)]
         unnormal = f", of which {len(differing) - len(composed)} are not NFC" if len(composed) < len(differing) else ""
         print(f"{source}: ids in {reader}: {len(TEXTS) - len(differing)} of {len(TEXTS)} texts as in training{unnormal}")
-        # llama.cpp does not compose characters, as Qwen's tokenizer says.
+        # Qwen's tokenizer composes characters; llama.cpp does not.
         if composed if reader == "llama.cpp" and "qwen" in source.name else differing:
             wrong.append(f"ids in {reader}: {differing[:3]!r}")
     return wrong
@@ -165,7 +165,7 @@ def _compare_logits(source: Path, there: Llama) -> list[str]:
     near, far = (float(some.max(initial=0.0)) for some in (differences[:within], differences[within:]))
     print(f"{source}: logits of {within} positions differ by at most {near:.1e} (the largest is {largest:.1f})")
     if within < T:
-        print(f"{source}: logits behind the window differ by up to {far:.1e}: llama.cpp has none in this architecture")
+        print(f"{source}: logits beyond the window differ by up to {far:.1e}: llama.cpp has no window in this architecture")
     return [] if near <= TOLERANCE * largest else ["logits"]
 
 
@@ -189,7 +189,7 @@ def _greedy_text(there: Llama, prompt: str) -> str:
 
 
 def _piece(there: Llama, token: int) -> bytes:
-    """A token's text; llama-cpp-python's own function leaves out those above 32 bytes."""
+    """Returns a token's text; llama-cpp-python's own function leaves out texts above 32 bytes."""
     text = ctypes.create_string_buffer(1024)
     num_bytes = llama_cpp.llama_token_to_piece(
         llama_cpp.llama_model_get_vocab(there.model), token, text, len(text), 0, False

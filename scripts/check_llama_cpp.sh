@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Is an exported model the same in llama.cpp? Ids of 471 texts, greedy texts and logits, of the quickstart's run and of an
-# imported model of every kind; ids also in transformers 4.57.
+# Checks that an exported model is the same in llama.cpp: ids of 471 texts, greedy texts and logits, for the quickstart's run
+# and an imported model of every kind. Also checks the ids in transformers 4.57.
 #
 #   scripts/check_llama_cpp.sh [DIRECTORY]
 #
-# Builds llama.cpp (five minutes on two cores) and trains the quickstart (three minutes) in DIRECTORY, 10 GB, or in a
-# temporary one that is removed in the end. What is in DIRECTORY is taken as it is, so that a second call is quick.
+# Builds llama.cpp (five minutes on two cores) and trains the quickstart (three minutes) in DIRECTORY (10 GB), or in a
+# temporary directory that is removed at the end. Existing contents of DIRECTORY are reused, so a second call is quick.
 set -euo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd)
-version=0.3.36 # of llama-cpp-python, whose source distribution has llama.cpp's with its converter
+version=0.3.36 # of llama-cpp-python; its source distribution contains llama.cpp and its converter
 if [ $# -gt 0 ]; then
   mkdir -p "$1" && work=$(cd "$1" && pwd)
 else
@@ -22,7 +22,7 @@ if [ ! -e venv/complete ]; then
   venv/bin/pip install --quiet -c "$repository/requirements.lock" -e "$repository[test]"
   venv/bin/pip download --quiet --no-deps --no-binary :all: "llama-cpp-python==$version"
   tar xzf "llama_cpp_python-$version.tar.gz"
-  # Neither pictures nor what only llama.cpp's own programs share.
+  # Builds without image support and without the library that only llama.cpp's own programs share.
   sed -i 's/LLAMA_BUILD_COMMON ON CACHE/LLAMA_BUILD_COMMON OFF CACHE/' "llama_cpp_python-$version/CMakeLists.txt"
   CMAKE_ARGS=-DLLAVA_BUILD=OFF CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) \
     venv/bin/pip install --quiet "./llama_cpp_python-$version" "./llama_cpp_python-$version/vendor/llama.cpp/gguf-py"

@@ -1,10 +1,10 @@
-"""Seeds faults into parallel code and kernels, one at a time, and tells which test notices: the table of docs/faults.md.
+"""Seeds faults into parallel code and kernels, one at a time, and writes the test that notices each to docs/faults.md.
 
     python scripts/faults.py [NAME ...]
 
-Each fault is a change of one place in a copy of the project, whose tests then run until one fails: those of the fault's own
-room first, then the comparison of every form with one device. All of these must pass without a fault before one is tried.
-A quarter of an hour on two cores. With names, only these are tried and nothing is written.
+Each fault changes one place in a copy of the project. The copy's tests then run until one fails: first the tests of the
+fault's own room, then the comparison of every form with one device. All of these tests must pass without a fault before the
+first fault is tried. Takes a quarter of an hour on two cores. With names, tries only these faults and writes nothing.
 """
 
 import os
@@ -37,23 +37,23 @@ Noticed: {noticed} of {tried}.
 
 @dataclass(frozen=True)
 class Fault:
-    """One change that a tired programmer could make."""
+    """Change that a tired programmer could make."""
 
     name: str
     file: str
-    """From `llamajax`."""
+    """Path relative to `llamajax`."""
     old: str
-    """Stands there once."""
+    """Text to replace; occurs once in the file."""
     new: str
     tests: str
-    """The fault's own room."""
+    """Tests of the fault's own room."""
 
 
 FAULTS = [Fault(**fault) for fault in yaml.safe_load((ROOT / "scripts" / "faults.yaml").read_text())]
 
 
 def tried(fault: Fault, folder: Path) -> str | None:
-    """The test that fails with the fault, in a copy of the project in `folder`; None if all pass."""
+    """Returns the test that fails with the fault, in a copy of the project in `folder`; None if all pass."""
     path = folder / "llamajax" / fault.file
     right = path.read_text()
     assert right.count(fault.old) == 1, f"{fault.name}: {fault.file} has it {right.count(fault.old)} times"
@@ -65,7 +65,7 @@ def tried(fault: Fault, folder: Path) -> str | None:
 
 
 def failing(tests: str, folder: Path) -> str | None:
-    """The first of the tests that fails in a copy of the project."""
+    """Returns the first test that fails in a copy of the project; None if all pass."""
     quick = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", "first-failure"]
     command = [sys.executable, "-m", "pytest", *quick, tests]
     environment = os.environ | {"PYTHONPATH": str(folder)}
@@ -77,7 +77,7 @@ def failing(tests: str, folder: Path) -> str | None:
 
 
 def main(names: list[str]) -> None:
-    """Tries the faults and writes what came of them."""
+    """Tries the faults and writes the results."""
     chosen = [fault for fault in FAULTS if not names or fault.name in names]
     rows = []
     with tempfile.TemporaryDirectory(prefix="llamajax-faults-") as name:
@@ -87,7 +87,7 @@ def main(names: list[str]) -> None:
             copy(ROOT / part, folder / part)
         for tests in sorted({f"tests/{fault.tests}.py" for fault in chosen} | {FORMS}):
             if failed := failing(tests, folder):
-                raise SystemExit(f"{failed} fails without any fault; mend that first")
+                raise SystemExit(f"{failed} fails without any fault; fix it first")
         for number, fault in enumerate(chosen, 1):
             killer = tried(fault, folder)
             rows.append(f"| {fault.name} | `{fault.file}` | {f'`{killer}`' if killer else '**none**'} |")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first hour on a GPU: measures, in this order and within 45 minutes, what a CPU cannot show, and writes one dated report.
+# The first hour on a GPU: measures within 45 minutes what a CPU cannot show, and writes one dated report.
 #
 #   scripts/first_gpu_hour.sh [--toy] [DIRECTORY]
 #
@@ -24,7 +24,7 @@ out=${1:-runs/first_gpu_hour}
 python=${PYTHON:-.venv/bin/python}
 parts=${PARTS:-kernels calibration step packed determinism}
 gpus=${CUDA_VISIBLE_DEVICES-0}
-export CUDA_VISIBLE_DEVICES=${gpus%%,*} # of several the first, as scripts/bench/card.py names it
+export CUDA_VISIBLE_DEVICES=${gpus%%,*} # the first of several, as in scripts/bench/card.py
 mkdir -p "$out"
 report=$out/report.md
 failed=()
@@ -44,7 +44,7 @@ part() { # name, title, seconds, command ...
   } >>"$report"
 }
 
-determinism() { # trains 50 steps, again with a kill -9 at step 25, and compares every loss
+determinism() { # trains 50 steps twice, the second time with a kill -9 at step 25, and compares every loss
   local settings=(--config configs/quickstart.yaml --train.num_steps 50 --optimizer.warmup_steps 10
     --optimizer.decay_steps 20 --checkpoint.save_every 10 --checkpoint.keep_last 10 --metrics.log_every 1
     --train.eval_every 50 --data.cache_dir "$out/cache")
@@ -95,7 +95,7 @@ print(f"Python {platform.python_version()}, jax {jax.__version__}, jaxlib {jaxli
 part kernels "Attention's kernels" 600 "$python" scripts/bench_attention.py "${toy[@]}" --json "$out/attention.json"
 part calibration "Constants of plans" 580 "$python" scripts/calibrate_gpu.py "${on_cpu[@]}" --output "$out/calibration.yaml"
 part step "The training step beside torch" 580 "$python" scripts/bench_gpu.py "${toy[@]}" --json "$out/step.json"
-if [ ${#toy[@]} = 0 ]; then # the toy's rows are packed already
+if [ ${#toy[@]} = 0 ]; then # the toy's rows are already packed
   part packed "Packed rows" 580 "$python" scripts/bench_gpu.py --packed yes --json "$out/packed.json"
 fi
 export -f determinism

@@ -1,9 +1,9 @@
-"""One model in every parallel form, planned on one cluster: docs/forms.svg, drawn from the figures in docs/forms.json.
+"""Plans one model in every parallel form on one cluster, and draws docs/forms.svg from the figures in docs/forms.json.
 
     python scripts/forms.py [--draw]
 
-Compiles Llama-3.1 8B for 64 H100 in each form (extra `plan`), some ten minutes on two cores, and keeps what came out; with
-`--draw` it draws what is kept.
+Compiles Llama-3.1 8B for 64 H100 in each form (extra `plan`), which takes some ten minutes on two cores, and stores the
+figures. `--draw` only draws the stored figures.
 """
 
 import html
@@ -30,13 +30,13 @@ PALE, RED = "#666666", "#d62728"
 
 @dataclass(frozen=True)
 class Form:
-    """A form, in words, and the settings that make it."""
+    """Parallel form, in words, and its settings."""
 
     name: str
     splits: str
-    """The arrays of which each device has a part."""
+    """Arrays that are sharded over the devices."""
     wins: str
-    """Where it is the one to choose."""
+    """Situation in which to choose this form."""
     changes: dict[str, Any]
 
 
@@ -59,7 +59,7 @@ FORMS = (
 
 
 def planned(form: Form) -> dict[str, float]:
-    """The step of the base in a form; seconds, and bytes of one GPU."""
+    """Plans the base configuration in a form. Returns seconds of a step, and bytes of one GPU."""
     from llamajax.config.file import load_config
     from llamajax.planning.plan import make_plan
 
@@ -78,7 +78,7 @@ def planned(form: Form) -> dict[str, float]:
 
 
 def drawn(figures: dict[str, dict[str, float]]) -> str:
-    """The picture, as SVG: a row per form, its bar as long as its step."""
+    """Returns the picture as SVG: a row per form, with a bar as long as its step."""
     longest, height = max(told["step_time_s"] for told in figures.values()), TOP + ROW * len(FORMS) + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="14">',
@@ -113,7 +113,7 @@ def _text(x: float, y: float, text: str, *, size: int = 14, colour: str = "#0000
 
 
 def main(arguments: list[str]) -> None:
-    """Plans, if not told otherwise, and draws."""
+    """Plans, unless `--draw` is given, and draws."""
     if arguments != ["--draw"]:
         from llamajax.planning.xla.compile import prepare_environment
 

@@ -1,9 +1,9 @@
-"""Licences of the packages that llamajax needs, against the lists under `tool.licences` of pyproject.toml.
+"""Checks the licences of the packages that llamajax needs against the lists under `tool.licences` of pyproject.toml.
 
     python scripts/licences.py
 
-Checks the installed dependencies, and those of all extras except `test` and `dev`, with everything that they need. Exits
-with 1 if a licence is not in the lists, or is not known. Names the packages that are not installed.
+Covers the installed dependencies of llamajax and of all extras except `test` and `dev`, with their own dependencies. Exits
+with 1 if a licence is unknown or not in the lists. Names packages that are not installed.
 """
 
 import re
@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 NOT_RUNTIME = ("test", "dev")
-"""Extras of people who change llamajax."""
+"""Extras for developers of llamajax."""
 
 _TEXTS = {
     r"Apache( Software)? License|Apache[- ](License,? )?(Version )?2\.0": "Apache-2.0",
@@ -30,11 +30,11 @@ _TEXTS = {
     r"Python Software Foundation License|PSF": "PSF-2.0",
     r"Mozilla Public License 2\.0|MPL-2\.0$": "MPL-2.0",
 }
-"""How licences begin that are written as text, and what they are called."""
+"""Patterns at the start of licence texts, with the licence's identifier."""
 
 
 def licences(package: metadata.Distribution) -> str:
-    """Returns the licence expression of a package, by its metadata; empty if it says nothing that is known."""
+    """Returns the licence expression in a package's metadata; empty if the metadata names no known licence."""
     about = package.metadata
     if expressions := about.get_all("License-Expression"):
         return expressions[0]
@@ -47,13 +47,13 @@ def licences(package: metadata.Distribution) -> str:
 
 
 def is_allowed(expression: str, allowed: Iterable[str]) -> bool:
-    """Whether all parts of an expression are allowed, or one of those between which it leaves the choice."""
+    """Returns whether all parts of an expression are allowed, or at least one of its alternatives."""
     parts = [part.strip("() ").split(" OR ") for part in re.split(r" AND ", expression)]
     return all(any(one.strip("() ") in allowed for one in several) for several in parts)
 
 
 def needed(extras: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Returns the packages that llamajax needs with these extras, and those of them that are not installed."""
+    """Returns the packages that llamajax needs with these extras, and the packages among them that are not installed."""
     found: set[tuple[str, frozenset[str]]] = set()
     absent: set[str] = set()
     rest = [("llamajax", frozenset(extras))]
@@ -75,7 +75,7 @@ def needed(extras: Iterable[str]) -> tuple[set[str], set[str]]:
 
 
 def problems(names: Iterable[str], allowed: Iterable[str], named: dict[str, Any]) -> list[str]:
-    """Returns a line for each package with a licence that is not allowed; `named` has packages that are, by their name."""
+    """Returns a line for each package with a licence that is not allowed; `named` lists packages allowed by name."""
     lines = []
     for name in sorted(names):
         expression = licences(metadata.distribution(name))
@@ -86,7 +86,7 @@ def problems(names: Iterable[str], allowed: Iterable[str], named: dict[str, Any]
 
 
 def main() -> int:
-    """Checks all packages; returns the exit code."""
+    """Checks all packages. Returns the exit code."""
     lists = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["licences"]
     extras = metadata.metadata("llamajax").get_all("Provides-Extra") or []
     core, absent_core = needed(())
@@ -97,7 +97,7 @@ def main() -> int:
         print(line, file=sys.stderr)
     print(f"licences: {len(core)} packages of llamajax, {len(everything - core)} more of extras")
     if absent := sorted(absent | absent_core):
-        print(f"licences: not installed, so not looked at: {', '.join(absent)}")
+        print(f"licences: not installed, so not checked: {', '.join(absent)}")
     return 1 if found else 0
 
 

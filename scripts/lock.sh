@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes requirements.lock: one set of versions for each supported Python, used as `pip install -c requirements.lock`; and
-# requirements.cuda13.lock: those of them that a run on GPUs needs, with hashes, which pip does not take beside `-e .`.
+# requirements.cuda13.lock: the versions that a run on GPUs needs, with hashes, which pip rejects together with `-e .`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 lock_env=$(mktemp -d)

@@ -1,11 +1,11 @@
-"""Published training speeds beside what the cost model predicts for the same runs: the tables of docs/plan_accuracy.md.
+"""Compares published training speeds with the cost model's predictions, in the tables of docs/plan_accuracy.md.
 
-    python scripts/plan_accuracy.py          write the tables, and what plans say of their own error
-    python scripts/plan_accuracy.py --fit    tell the share of the peak for products that the runs ask for
+    python scripts/plan_accuracy.py          write the tables, and the errors that plans report
+    python scripts/plan_accuracy.py --fit    print the fitted share of the peak for products
 
-Takes seconds, and compiles nothing: a run is described by the kernels of its own program (`scripts/accuracy/`). All runs
-share the constants of `llamajax/planning/cost/gpu.py`. One of them is fitted, for the families of GPUs that have enough
-runs: the share of the peak that products reach, with which the median of the signed errors of all runs is zero.
+Takes seconds and compiles nothing: the kernels of a run's own program describe it (`scripts/accuracy/`). All runs share the
+constants of `llamajax/planning/cost/gpu.py`. One constant is fitted for each family of GPUs with enough runs: the share of
+the peak that products reach, chosen so that the median signed error of all runs is zero.
 """
 
 import argparse
@@ -25,23 +25,23 @@ from scripts.accuracy.step import predict
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"
 FITTED = ("A100", "H100", "B200", "L40S")
-"""Families of GPUs whose share of the peak is fitted: where there are runs, and where it is not what products measure."""
+"""Families of GPUs with a fitted share of the peak: those with runs, and with a share that products do not measure."""
 _LEFT_OUT = 0.1
 """Largest share of the runs left out at each end of the range that plans print."""
 
 
 def error(run: Run, share: float | None = None) -> float:
-    """Predicted over published speed, less one: positive where the run came out slower."""
+    """Returns predicted over published speed, minus one; positive if the run was slower than predicted."""
     return predict(run, share) / run.published - 1
 
 
 def family(run: Run) -> str:
-    """GPUs that share constants."""
+    """Returns the family of GPUs that share constants."""
     return run.machine().gpu.family
 
 
 def fitted(runs: Sequence[Run]) -> float:
-    """The share of the peak with which the median error of `runs`, all of one family, is zero; of those that take part."""
+    """Returns the share of the peak that makes the median error zero, over those of `runs`, one family, that take part."""
     runs = [run for run in runs if not run.is_held_out]
     low, high, share = 0.3, 1.0, 0.65
     for _ in range(14):  # to 0.00004
@@ -51,8 +51,8 @@ def fitted(runs: Sequence[Run]) -> float:
 
 
 def left_out(runs: Sequence[Run]) -> dict[str, float]:
-    """Errors by name, each with the share that all systems ask for but the run's own; of runs on GPUs whose share is fitted,
-    and by others too."""
+    """Returns errors by name, each with the share fitted without the run's own system. Covers runs on GPUs with a fitted
+    share that other systems were also run on."""
     result = {}
     for name, system in dict.fromkeys((family(run), run.system) for run in runs if family(run) in FITTED):
         of_family = [run for run in runs if family(run) == name]
@@ -64,14 +64,14 @@ def left_out(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def table(header: str, rows: Iterable[tuple[str, ...]]) -> str:
-    """Markdown: words in the first column and the last, numbers between."""
+    """Formats a Markdown table: words in the first and last column, numbers between."""
     columns = header.count("|") + 1
     rule = "|".join(["---"] + ["---:"] * (columns - 2) + ["---"])
     return "\n".join([f"| {header} |", f"|{rule}|"] + [f"| {' | '.join(row)} |" for row in rows])
 
 
 def summary(errors: Sequence[float]) -> str:
-    """In words."""
+    """Summarizes errors in words."""
     return (
         f"{len(errors)} runs: median error {statistics.median(errors):+.1%}, median absolute error"
         f" {statistics.median(map(abs, errors)):.1%}, largest {max(map(abs, errors)):.1%}"
@@ -79,7 +79,7 @@ def summary(errors: Sequence[float]) -> str:
 
 
 def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, str]:
-    """Those of the document, by the mark they stand behind; `unseen`: errors by name, the run's own system left out."""
+    """Returns the document's tables by their marks; `unseen`: errors by name, with the run's own system left out."""
     errors = {run.name: predicted[run.name] / run.published - 1 for run in RUNS}
     result = {}
     for mark, is_listed in (("runs", True), ("others", False)):
@@ -116,8 +116,8 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
 
 
 def kept(errors: Callable[[Run], float]) -> dict[str, dict[str, float]]:
-    """Returns the errors that plans print, by GPU: how many runs there are, and how much faster and slower than predicted
-    most of them came out, `within` by number, a tenth left out at each end; shares of the predicted speed."""
+    """Returns the errors that plans print, by GPU: the number of runs, and how much faster and slower than predicted most of
+    them were, as shares of the predicted speed; a tenth is left out at each end, and `within` counts the rest."""
     result = {}
     for gpu in sorted({run.gpu for run in RUNS}):
         ratios = sorted(1 / (1 + errors(run)) - 1 for run in RUNS if run.gpu == gpu)
@@ -131,7 +131,7 @@ def kept(errors: Callable[[Run], float]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="tell the shares, and write nothing")
+    parser.add_argument("--fit", action="store_true", help="print the shares and write nothing")
     if parser.parse_args().fit:
         for name in FITTED:
             runs = [run for run in RUNS if family(run) == name]

@@ -1,13 +1,13 @@
-"""Plans every shipped configuration and keeps what came out: run it when a change is meant to change the plans.
+"""Plans every shipped configuration and stores the results. Run it when a change is meant to change the plans.
 
     python scripts/plans.py [NAME ...]
 
-Writes the figures that a test holds later changes to into tests/planning/golden.json, under the version of jax that it ran
-with; and with jax 0.10.2 the reports to docs/plans/, with a table of all in docs/plans/README.md, and the predictions into
-the heads of configs/*.yaml. Needs the extra `plan`; one to twelve minutes for each plan on two idle cores.
+Writes figures to tests/planning/golden.json, under the installed version of jax; a test compares later plans with them. With
+jax 0.10.2, also writes the reports to docs/plans/, a table of all plans to docs/plans/README.md, and the predictions to the
+headers of configs/*.yaml. Needs the extra `plan`; each plan takes one to twelve minutes on two idle cores.
 
-What a plan must contain whatever jax compiles it is told from the configuration and stands under "expected" in golden.json,
-which is edited by hand. A plan that contains something else is not kept, nor one that other settings make faster.
+"expected" in golden.json, edited by hand, states the contents that the configuration requires of a plan under any version of
+jax. A plan with other contents is not stored, nor one that other settings make faster.
 """
 
 import json
@@ -56,18 +56,18 @@ VARIANTS: dict[str, tuple[str, dict[str, int | str]]] = {
     "llama3_2_1b_auto_8xh100": ("llama3_2_1b_8xh100", {"model.remat": "auto"}),
     "llama3_1_70b_tensor8_256xh100": ("llama3_1_70b_256xh100", {"mesh.data": 1, "mesh.fsdp": 32, "mesh.tensor": 8}),
 }
-"""Plans of a configuration on another cluster or mesh: its name and what is overridden."""
+"""Plans of a configuration on another cluster or mesh: name of the configuration and overrides."""
 GOLDEN_KEYS = ("peak_bytes", "exposed_comm_s", "step_time_s", "elementwise_bytes", "num_kernels")
 DOCUMENTED = "0.10.2"
-"""The jax whose plans people read."""
+"""Version of jax for the documented plans."""
 EXACT = 0.01
-"""How far executed FLOPs may be from those that are expected."""
+"""Allowed relative difference of executed from expected FLOPs."""
 BETTER = 1.005
-"""Other settings must be faster by more than this to be better."""
+"""Factor by which other settings must be faster to count as better."""
 
 
 def plans() -> dict[str, tuple[str, dict[str, int | str]]]:
-    """Configuration and overrides by the name of the plan."""
+    """Returns configuration and overrides by the name of the plan."""
     shipped: dict[str, tuple[str, dict[str, int | str]]] = {
         path.stem: (path.stem, {}) for path in CONFIGS.glob("llama*.yaml")
     }
@@ -85,7 +85,7 @@ def arguments(name: str) -> list[str]:
 
 
 def run(name: str) -> tuple[str, dict[str, Any], float, float]:
-    """The report, its figures, seconds and GiB at most resident."""
+    """Plans. Returns the report, its figures, the seconds taken, and the peak resident memory in GiB."""
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "llamajax.plan", *arguments(name), "--alternatives", "--json", str(figures)]
@@ -110,11 +110,11 @@ def wrong(name: str, told: dict[str, Any], golden: dict[str, Any]) -> list[str]:
         (not told["not_understood"], f"instructions whose cost is a guess: {told['not_understood']}"),
         (
             told["attention_kernel"] == wanted["attention_kernel"],
-            f"attention is computed by {told['attention_kernel']}, not by {wanted['attention_kernel']}",
+            f"{told['attention_kernel']} computes attention, not {wanted['attention_kernel']}",
         ),
         (
             abs(flops / formula - 1) <= EXACT,
-            f"{flops:.4g} FLOPs are executed, {flops / formula:.3f} of the {formula:.4g} that are expected",
+            f"{flops:.4g} FLOPs are executed, {flops / formula:.3f} of the expected {formula:.4g}",
         ),
         (
             0.99 < told["wire_bytes_factor"] <= 1.03,
@@ -122,12 +122,12 @@ def wrong(name: str, told: dict[str, Any], golden: dict[str, Any]) -> list[str]:
         ),
         (
             told["sync_collectives_in_loops"] <= wanted["sync_collectives_in_loops"],
-            f"{told['sync_collectives_in_loops']} collectives in loops run while nothing else does, and"
+            f"{told['sync_collectives_in_loops']} collectives in loops run while nothing else does;"
             f" {wanted['sync_collectives_in_loops']} are expected",
         ),
         (
             told["num_communicators"] <= wanted["num_communicators"],
-            f"it needs {told['num_communicators']} communicators, and {wanted['num_communicators']} are expected",
+            f"it needs {told['num_communicators']} communicators; {wanted['num_communicators']} are expected",
         ),
         (told["step_time_s"] <= BETTER * best, f"a step takes {best:.4g} s with {told['best_changes']}"),
     )
@@ -135,7 +135,7 @@ def wrong(name: str, told: dict[str, Any], golden: dict[str, Any]) -> list[str]:
 
 
 def alternatives(told: dict[str, Any]) -> dict[str, float]:
-    """Seconds per step by the settings that make them."""
+    """Returns seconds per step by settings."""
     guesses = {"changes": {"xla.latency_profile": None}, "step_time_s": told["without_profile"]["step_time_s"]}
     return {
         ", ".join(f"{key}: {json.dumps(value)}" for key, value in sorted(other["changes"].items())): other["step_time_s"]
@@ -144,7 +144,7 @@ def alternatives(told: dict[str, Any]) -> dict[str, float]:
 
 
 def expected(told: dict[str, Any]) -> str:
-    """Returns the comment about its plan at the head of a configuration."""
+    """Returns the comment in a configuration's header that states its plan."""
     total, capacity = ((told["peak_bytes"] + told["allowance_bytes"]) / 2**30, told["capacity_bytes"] / 2**30)
     text = (
         f"Expected: not measured. llamajax.plan predicts {total:.1f} of {capacity:.1f} GiB per GPU,"
@@ -155,7 +155,7 @@ def expected(told: dict[str, Any]) -> str:
 
 
 def index() -> str:
-    """The table of all plans that are kept."""
+    """Returns the table of all stored plans."""
     lines = [
         "# What `python -m llamajax.plan` predicts for the shipped configurations",
         "",
@@ -173,9 +173,9 @@ def index() -> str:
 
 
 def main(names: list[str]) -> None:
-    """Plans `names`, or all."""
+    """Plans the configurations `names`, or all."""
     if unknown := set(names) - set(plans()):
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(plans())}")
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(plans())}")
     PLANS.mkdir(parents=True, exist_ok=True)
     golden = json.loads(GOLDEN.read_text())
     for name in names or plans():

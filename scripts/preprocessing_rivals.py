@@ -1,6 +1,6 @@
-"""Other programs that turn JSONL into tokens: the flows that `scripts/bench_preprocess.py` measures llamajax beside.
+"""Other programs that turn JSONL into tokens, which `scripts/bench_preprocess.py` compares with llamajax.
 
-Each takes a tokenizer and lines of JSONL, works in one thread of the process that calls it, and returns what that took.
+Each takes a tokenizer and lines of JSONL, works in one thread of the calling process, and returns its cost.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Measured(NamedTuple):
-    """Bytes of text, and what they took, seconds."""
+    """Bytes of text, and the seconds that they took."""
 
     num_bytes: int
     wall: float
@@ -21,7 +21,7 @@ class Measured(NamedTuple):
 
 @contextlib.contextmanager
 def measuring(num_bytes: int) -> Iterator[list[Measured]]:
-    """A list that gets what the block takes."""
+    """Yields a list that receives the time of the block."""
     taken: list[Measured] = []
     started = time.perf_counter(), time.process_time()
     yield taken
@@ -34,7 +34,7 @@ def text_bytes(lines: list[bytes]) -> int:
 
 
 def encode_alone(tokenizer: Path, lines: list[bytes]) -> Measured:
-    """The library alone, a batch of 8 MB at a time as llamajax gives it."""
+    """Runs the library alone, on batches of 8 MB like llamajax's."""
     encode = _batches_by_library(tokenizer)
     texts = [json.loads(line)["text"] for line in lines]
     batches, size = [[]], 0
@@ -52,7 +52,7 @@ def encode_alone(tokenizer: Path, lines: list[bytes]) -> Measured:
 
 
 def encode_by_gigatoken(tokenizer: Path, lines: list[bytes]) -> Measured:
-    """gigatoken alone, a text at a time."""
+    """Runs gigatoken alone, one text at a time."""
     encode = _gigatoken(tokenizer).encode
     texts = [json.loads(line)["text"] for line in lines]
     encode(texts[0])
@@ -63,7 +63,7 @@ def encode_by_gigatoken(tokenizer: Path, lines: list[bytes]) -> Measured:
 
 
 def encode_as_megatron_fast(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
-    """Does what `preprocess_data_fast.py` does with a file: all of it through gigatoken, in one thread, and written at
+    """Processes a file like `preprocess_data_fast.py`: encodes all of it with gigatoken, in one thread, and writes it at
     once."""
     import gigatoken
     import numpy as np
@@ -89,7 +89,7 @@ def _gigatoken(path: Path) -> Any:
 
 
 def encode_as_megatron(tokenizer: Path, lines: list[bytes], out: Path) -> Measured:
-    """Does what a worker of `preprocess_data.py` and its writer do: a document at a time."""
+    """Works like a worker of `preprocess_data.py` and its writer: one document at a time."""
     import numpy as np
 
     from llamajax.data.tokens.megatron_writer import write_indexed

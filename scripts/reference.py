@@ -209,7 +209,7 @@ def _default(default: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Returns text for a cell of a table: outside of code nothing means markup."""
+    """Returns text for a cell of a table, with markup escaped outside of code."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     escaped = [part if part.startswith("`") else re.sub(r"([<|*\[\]])", r"\\\1", part) for part in parts]
     assert not any("|" in part for part in parts if part.startswith("`")), text
@@ -420,7 +420,7 @@ def _function(node: ast.FunctionDef, title: str, heading: str) -> list[str]:
 
 
 def _unquoted(annotation: ast.expr | None) -> ast.expr | None:
-    """Returns an annotation that is written as text as what the text says."""
+    """Returns an annotation without the quotes of a string annotation."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return ast.parse(annotation.value, mode="eval").body
     return annotation
@@ -462,7 +462,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Writes or checks the pages; returns the exit code."""
+    """Writes or checks the pages. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Write the generated pages of the reference.")
     parser.add_argument("--check", action="store_true", help="name the pages that are out of date; write nothing")
     check = parser.parse_args().check

@@ -1,4 +1,4 @@
-"""The GPU: what it is, and its clock and power while something runs on it, as nvidia-smi tells them."""
+"""Reads from nvidia-smi the GPU's data, and its clock and power during a measurement."""
 
 import datetime
 import os
@@ -21,10 +21,10 @@ def index() -> str:
 
 
 def hardware(*, toy: bool) -> dict[str, Any]:
-    """`name`, `memory_bytes` and more of the GPU; or, for a toy, of the machine.
+    """Returns `name`, `memory_bytes` and more of the GPU, or of the machine for a toy.
 
     Raises:
-        ConfigError: there is no GPU.
+        ConfigError: no GPU exists.
     """
     if toy:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -53,7 +53,7 @@ def _query(fields: tuple[str, ...]) -> list[str]:
 
 
 def _number(text: str) -> float | None:
-    """None for what a GPU does not tell."""
+    """Returns the number; None if the GPU does not report it."""
     try:
         return float(text)
     except ValueError:
@@ -61,7 +61,7 @@ def _number(text: str) -> float | None:
 
 
 class Watch:
-    """Samples clock and power while it is open; at toy size there are none."""
+    """Samples clock and power while open; takes no samples at toy size."""
 
     def __init__(self, file: Path, *, toy: bool) -> None:
         self._file, self._toy = file, toy
@@ -77,7 +77,7 @@ class Watch:
         self._process.wait()
 
     def between(self, started: float, ended: float) -> dict[str, float | None]:
-        """Medians of `sm_mhz` and `watts` between two times of day; None where nothing was sampled."""
+        """Returns the medians of `sm_mhz` and `watts` between two times of day; None without samples."""
         samples = [line.split(", ") for line in self._file.read_text().splitlines() if line.count(",") == len(_SAMPLED)]
         inside = [sample for at, *sample in samples if started <= _seconds(at) <= ended]
         known = [[value for value in map(_number, column) if value is not None] for column in zip(*inside, strict=True)]
@@ -86,5 +86,5 @@ class Watch:
 
 
 def _seconds(timestamp: str) -> float:
-    """nvidia-smi tells the local time, as this process does."""
+    """Parses nvidia-smi's time, which is local time as in this process."""
     return datetime.datetime.strptime(timestamp, "%Y/%m/%d %H:%M:%S.%f").timestamp()

@@ -1,4 +1,4 @@
-"""The measured case, the same in the process of every row: models, batches, optimizer, and a row's choices."""
+"""Measured case, identical in the process of every row: models, batches, optimizer, and a row's choices."""
 
 import dataclasses
 import hashlib
@@ -24,13 +24,13 @@ from llamajax.estimates.formulas import expected_bytes, flops_per_token, num_par
 ROOT = Path(__file__).parents[2]
 SEED = 0
 IGNORE = -1
-"""Target of the last token of a document that is closed to the next."""
+"""Target of a document's last token, if the document is closed to the next."""
 WARMUP_STEPS, WINDOW_STEPS, NUM_WINDOWS = 5, 5, 4
-"""A round: steps before the clock runs, and windows of steps, at whose ends alone the host waits for the device."""
+"""Steps of a round before the clock runs, and windows of steps; the host waits for the device only after each window."""
 LOSS_STEPS = 20
-"""First losses that are compared."""
+"""Number of first losses to compare."""
 HEAD_CHUNK = 8192
-"""Tokens whose logits `torch_ideal` has at once."""
+"""Number of tokens for which `torch_ideal` holds logits at once."""
 TOY = "toy"
 _TOY = ModelConfig(
     vocab_size=512, embed_dim=64, mlp_dim=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=128,
@@ -41,19 +41,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "1b": ("llama3_2_1b_8xh100", {}, 32_768, "float32"),
     "3b": ("llama3_2_3b_8xh100", {}, 32_768, "float32"),
     "8b16": (_8B, {"num_layers": 16}, 32_768, "float32"),
-    # Beside its state no card has room for sums of gradients: a step is one micro-batch.
+    # No card has room for gradient sums beside the state, so a step is one micro-batch.
     "8b": (_8B, {}, 8192, "bfloat16"),
     TOY: ("", {}, 512, "float32"),
 }
-"""Models by their names in `--models`: the file in `configs/` whose model it is, changes to that, tokens per step, and the
-type of AdamW's moments."""
+"""Models by their names in `--models`: file in `configs/` with the model, changes to the model, tokens per step, and dtype
+of AdamW's moments."""
 REMATS = {
     "hf": ("none", "full"),
     "torch_ideal": ("none", "save_attention_qkv", "full"),
     "jax_naive": ("none", "full"),
     "llamajax": ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"),
 }
-"""Recomputation in the backward pass that each row supports, as `model.remat` calls it: little before much."""
+"""Recomputation that each row supports in the backward pass, by its name in `model.remat`; least recomputation first."""
 TORCH_ROWS = ("hf", "torch_ideal")
 RECOMPUTED = {
     "none": (),
@@ -62,19 +62,19 @@ RECOMPUTED = {
     "save_attention": ("gate and up", "qkv"),
     "full": ("gate and up", "qkv", "output"),
 }
-"""The products of that."""
+"""Products that each kind of recomputation repeats."""
 FLOPS_PER_BYTE = 240
-"""FLOPs of a GPU in the time of one byte from memory: 700 TFLOP/s of products, 3 TB/s."""
+"""FLOPs that a GPU computes in the time of one byte from memory: 700 TFLOP/s of products, 3 TB/s."""
 PASSES = ("forward", "input gradient", "weight gradient")
-"""The three products of training with a weight, all of the same FLOPs."""
+"""Three products of training with a weight, all with the same FLOPs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The choices of a row."""
+    """Choices of a row."""
 
     micro_batch: int
-    """Rows at a time."""
+    """Number of rows at a time."""
     remat: str
 
     def __str__(self) -> str:
@@ -86,10 +86,10 @@ class Case:
     """One model on rows of one kind."""
 
     model: str
-    """Name in `MODELS`."""
+    """Name of the model in `MODELS`."""
     seq_len: int
     packed: bool
-    """Rows hold several documents, closed to each other; else each is one."""
+    """Whether rows hold several documents, closed to each other; otherwise each row is one document."""
 
     def __str__(self) -> str:
         return f"{self.model}, {self.seq_len:,} tokens{', packed' if self.packed else ''}"
@@ -101,22 +101,22 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Per step."""
+        """Number of tokens per step."""
         return max(MODELS[self.model][2], self.seq_len)
 
     @property
     def rows(self) -> int:
-        """Per step."""
+        """Number of rows per step."""
         return self.tokens // self.seq_len
 
     @property
     def num_steps(self) -> int:
-        """Steps of one round."""
+        """Number of steps in a round."""
         return WARMUP_STEPS + NUM_WINDOWS * WINDOW_STEPS
 
     @cached_property
     def network(self) -> ModelConfig:
-        """The model."""
+        """Configuration of the model."""
         file, changes, *_ = MODELS[self.model]
         model = load_config(ROOT / "configs" / f"{file}.yaml").model if file else _TOY
         return dataclasses.replace(
@@ -124,7 +124,7 @@ class Case:
         )
 
     def config(self, choice: Choice) -> Config:
-        """The run of `llamajax`; the optimizer is that of every row."""
+        """Returns the run of `llamajax`; every row uses its optimizer."""
         remat: Any = choice.remat
         return Config(
             run_dir="unused",
@@ -143,8 +143,8 @@ class Case:
         )
 
     def candidates(self, row: str, memory_bytes: float) -> list[Choice]:
-        """Choices that a row tries in turn until one fits: by cost, and without what arithmetic, good to some 15%, calls
-        hopeless; if that is all, what takes the least memory."""
+        """Returns the choices that a row tries in turn until one fits, by cost. Leaves out those that an estimate of memory,
+        accurate to some 15%, rules out; if it rules out all, returns the one with the least memory."""
         sizes = [n for n in range(self.rows, 0, -1) if self.rows % n == 0]
         choices = [Choice(micro_batch=n, remat=remat) for remat in REMATS[row] for n in sizes]
         num_bytes = {choice: self._num_bytes(row, choice) for choice in choices}
@@ -152,7 +152,7 @@ class Case:
         return sorted(fitting, key=self._cost) or [min(choices, key=num_bytes.__getitem__)]
 
     def _cost(self, choice: Choice) -> float:
-        """FLOPs of what is computed again, and of the time that summing up gradients in fp32 takes."""
+        """Returns the FLOPs of recomputation, plus the time of summing gradients in fp32, expressed in FLOPs."""
         again = sum(
             2 * width * out * layers for width, out, layers in (self.gemms()[name] for name in RECOMPUTED[choice.remat])
         )
@@ -160,8 +160,8 @@ class Case:
         return self.tokens * again + FLOPS_PER_BYTE * 12 * num_params(self.network) * (num_sums if num_sums > 1 else 0)
 
     def _num_bytes(self, row: str, choice: Choice) -> float:
-        """Expected of a row. All but `llamajax` and `torch_ideal` have all logits at once; torch keeps less than jax does
-        where nothing is computed again; `jax_naive` has all scores, in bfloat16 and fp32, then of every layer."""
+        """Returns the expected memory of a row. All rows but `llamajax` and `torch_ideal` hold all logits at once. Without
+        recomputation, torch keeps less than jax, and `jax_naive` keeps every layer's scores in bfloat16 and fp32."""
         keeps_all, of_torch = choice.remat == "none", row in TORCH_ROWS
         least = dataclasses.replace(choice, remat="save_attention_qkv_mlp") if keeps_all and of_torch else choice
         config, tokens = self.config(least), choice.micro_batch * self.seq_len
@@ -173,7 +173,7 @@ class Case:
     @cached_property
     def positions(self) -> np.ndarray:
         """Positions of a step's tokens in their documents, int32 [rows, T], the same in all steps. The lengths of packed
-        documents are evenly distributed in their logarithm; the last one of a row is cut."""
+        documents have evenly distributed logarithms; the last document of a row is cut."""
         rng, found = np.random.default_rng(SEED), np.tile(np.arange(self.seq_len, dtype=np.int32), (self.rows, 1))
         for row in found if self.packed else ():
             at = 0
@@ -185,7 +185,7 @@ class Case:
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """`tokens`, `targets`, `segment_ids` and `positions` of a step, int32 [rows, T]; random, by a fixed seed.
 
-        Token ids follow Zipf's law, as those of texts do, so that there is something to learn.
+        Token ids follow Zipf's law, as in texts, so that the model can learn something.
         """
         vocab_size, positions = self.network.vocab_size, self.positions
         share = np.cumsum(1.0 / np.arange(1, vocab_size + 1))
@@ -197,13 +197,13 @@ class Case:
         return {"tokens": ids[:, :-1].copy(), "targets": targets, "segment_ids": segment_ids, "positions": positions}
 
     def flops(self, *, full_attention: bool = False) -> float:
-        """FLOPs of a step, forward and backward: attention as documents see it, or of whole rows; what is computed again
-        does not count."""
-        keys = float(self.positions.mean()) + 0.5  # as the formula has it, half the row if that is one document
+        """Returns the FLOPs of a step, forward and backward, without recomputation; attention counts what documents see, or
+        whole rows."""
+        keys = float(self.positions.mean()) + 0.5  # matches the formula: half the row if it is one document
         return self.tokens * flops_per_token(self.network, self.seq_len, full_attention=full_attention, keys=keys)
 
     def gemms(self) -> dict[str, tuple[int, int, int]]:
-        """Every product with a weight: width of its input, of its output, and how many layers have it."""
+        """Returns each product with a weight: input width, output width, and number of layers that have it."""
         model = self.network
         heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         return {
@@ -216,18 +216,18 @@ class Case:
 
     @property
     def gemm_tokens(self) -> int:
-        """Tokens at a time of which products are timed for the ceiling."""
+        """Number of tokens in the products that are timed for the ceiling."""
         return min(8192, self.tokens)
 
 
 def digest(tokens: np.ndarray) -> str:
-    """Digest of the tokens that a row has seen."""
+    """Returns a digest of the tokens that a row has seen."""
     return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
 def norms_by_kind(squares: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Norms of tensors, by their Hugging Face names, from the sums of their squares; the tensors of all layers are one kind:
-    `self_attn.q_proj`."""
+    """Returns norms of tensors by Hugging Face name, from their sums of squares; the tensors of all layers form one kind,
+    such as `self_attn.q_proj`."""
     found: dict[str, float] = {}
     for hf_name, square in squares:
         kind = re.sub(r"^model\.(layers\.(\d+|\{layer\})\.)?", "", hf_name).removesuffix(".weight")

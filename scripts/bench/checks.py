@@ -1,4 +1,4 @@
-"""Reasons to reject a row: it skips work, is faster than the machine allows, or is not what it says."""
+"""Finds reasons to reject a row: it skips work, is faster than the machine allows, or is not what it claims."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,20 +8,20 @@ from scripts.bench.figures import Ceiling, Run
 
 LOSS_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 0.03
-"""Relative tolerance for the norm of the first step's gradients of all tensors of a kind. bfloat16 alone makes 0.4% at toy
+"""Relative tolerance for the gradient norm of all tensors of a kind in the first step. bfloat16 alone causes 0.4% at toy
 size."""
 
 
 def refusals(
     case: Case, memory_bytes: float, best: Ceiling | None, rows: Mapping[str, Sequence[Run]]
 ) -> dict[str, list[str]]:
-    """Why each row's figures cannot be trusted, a line each.
+    """Returns the reasons not to trust each row's figures, one line each.
 
     Args:
-        case: the case; at toy size no times are compared, and no kernels.
-        memory_bytes: of the device.
+        case: the case; at toy size neither times nor kernels are compared.
+        memory_bytes: memory of the device.
         best: the ceiling; None: it was not measured.
-        rows: the runs of every row, one for each round.
+        rows: runs of each row, one for each round.
     """
     good = {row: [run for run in runs if "step_s" in run] for row, runs in rows.items()}
     found = {row: [f"round {run['round']}: {run['error']}" for run in runs if "error" in run] for row, runs in rows.items()}
@@ -58,7 +58,7 @@ def _memory(runs: Sequence[Run], memory_bytes: float) -> str | None:
 
 
 def _not_fused(row: str, runs: Sequence[Run]) -> Iterator[str]:
-    """A newcomer's attention is XLA's, as it is meant to be. Later rounds run the programs of the first."""
+    """Checks the first round; later rounds run the same programs. `jax_naive` uses XLA's attention on purpose."""
     for way in ("forward", "backward"):
         if row != "jax_naive" and not runs[0]["attention"][way]:
             yield f"no fused attention {way}: none of its kernels is one"
@@ -80,7 +80,7 @@ def _tokens(runs: Sequence[Run], others: Mapping[str, Sequence[Run]]) -> str | N
 
 
 def _losses_apart(runs: Sequence[Run], others: Sequence[Run]) -> tuple[float, str]:
-    """The largest difference of two rows' losses in any of their rounds, and its step."""
+    """Returns the largest difference of two rows' losses in any of their rounds, and its step."""
     pairs = [(run["losses"][:LOSS_STEPS], its["losses"][:LOSS_STEPS]) for run in runs for its in others]
     differences = [(abs(x - y), step) for own, its in pairs for step, (x, y) in enumerate(zip(own, its, strict=False), 1)]
     distance, step = max((math.inf if math.isnan(distance) else distance, step) for distance, step in differences)
@@ -88,8 +88,8 @@ def _losses_apart(runs: Sequence[Run], others: Sequence[Run]) -> tuple[float, st
 
 
 def _gradients_apart(runs: Sequence[Run], others: Sequence[Run]) -> tuple[float, str]:
-    """The largest difference of two rows' norms, as a share of the larger, and of which tensors. Losses of random tokens
-    hardly tell whether attention is right; its gradients do."""
+    """Returns the largest difference of two rows' norms, as a share of the larger norm, and its tensors. Losses of random
+    tokens hardly show whether attention is right; its gradients do."""
     own, its = runs[0]["gradients"], others[0]["gradients"]
     if unlike := sorted(own.keys() ^ its.keys()):
         return math.inf, unlike[0]
@@ -105,8 +105,8 @@ def _disagrees(
     tolerance: float,
     form: str,
 ) -> str | None:
-    """A row is wrong if it is far from most of the others: one that is wrong does not make all so, and of two neither is
-    known to be right. `apart` gives the distance of two rows, and where it is so large."""
+    """Reports rows that are far from most others. One wrong row does not make all others wrong; of two rows that differ,
+    neither is known to be right. `apart` returns the distance of two rows and its place."""
     found = {name: apart(runs, own) for name, own in others.items()}
     far = {name: place for name, place in found.items() if not place[0] < tolerance}
     if 2 * len(far) <= len(found):

@@ -1,4 +1,4 @@
-"""The process of a row: what it is told, the steps it times, the one line of JSON that it answers with."""
+"""Process of a row: its arguments, the steps it times, and its answer of one line of JSON."""
 
 import dataclasses
 import gc
@@ -14,43 +14,43 @@ from typing import Any, Self
 from scripts.bench.case import NUM_WINDOWS, WARMUP_STEPS, WINDOW_STEPS, Case, Choice
 
 _FULL = ("RESOURCE_EXHAUSTED", "out of memory")
-"""Texts by which errors of jax and torch report a full device, whatever raises them."""
+"""Texts that report a full device in errors of jax and torch, of whatever class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The measurement of one process."""
+    """Measurement of one process."""
 
     row: str
     case: Case
     weights: str
     """Directory of the initial weights, in Hugging Face's form."""
     memory_bytes: float
-    """Memory of the GPU, or of the machine without one."""
+    """Memory of the GPU, or of a machine without GPUs."""
     choice: Choice | None = None
-    """The choice of an earlier round; None: the row searches."""
+    """Choice of an earlier round; None: the row searches."""
     attention: str | None = None
-    """The form of attention that was the fastest in torch, for `torch_ideal`."""
+    """Fastest form of attention in torch, for `torch_ideal`."""
 
     def encode(self) -> str:
-        """For the command line."""
+        """Returns the task as text for the command line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """As `encode` wrote it."""
+        """Reads a task that `encode` wrote."""
         values = json.loads(text)
         choice = values["choice"] and Choice(**values["choice"])
         return cls(**values | {"case": Case(**values["case"]), "choice": choice})
 
     @property
     def choices(self) -> list[Choice]:
-        """To try in turn."""
+        """Returns the choices to try in turn."""
         return [self.choice] if self.choice else self.case.candidates(self.row, self.memory_bytes)
 
 
 def answer(rows: Mapping[str, Callable[[Task], Mapping[str, Any]]]) -> None:
-    """Measures what the command line says. What libraries print goes to stderr: on stdout is one line of JSON."""
+    """Runs the measurement of the command line. Prints one line of JSON on stdout; output of libraries goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     task = Task.decode(sys.argv[1])
@@ -71,7 +71,7 @@ def first_that_fits(choices: Iterable[Choice], attempt: Callable[[Choice], dict[
             if not isinstance(error, MemoryError) and not any(words in str(error) for words in _FULL):
                 raise
             tried.append(str(choice))
-        gc.collect()  # what the attempt held on the device
+        gc.collect()  # frees the attempt's memory on the device
     raise MemoryError(f"out of memory with each of: {'; '.join(tried)}")
 
 
@@ -81,9 +81,9 @@ def timed_steps(
     """Runs the steps of a round.
 
     Args:
-        step: begins a step, by its number.
-        wait: for all that was begun.
-        after_first: gives the norms of the first step's gradients, right behind it.
+        step: starts a step, given its number.
+        wait: waits for all started steps.
+        after_first: returns the gradient norms of the first step, called directly after it.
 
     Returns:
         `first_step_s`; `gradients`; `step_s`, the mean of each window in seconds; `started` and `ended`, the time of day.
@@ -107,7 +107,8 @@ def timed_steps(
 
 
 def fastest(call: Callable[[], Any], wait: Callable[[Any], Any], *, window_s: float = 0.05) -> float:
-    """Seconds of one call: the least of five windows' means, as a ceiling is wanted. `wait` is given a call's result."""
+    """Returns the seconds of one call: the least mean of five windows, because it serves as a ceiling. `wait` waits for a
+    call's result."""
     out = call()
     wait(out)
     clock = time.perf_counter()
@@ -124,5 +125,5 @@ def fastest(call: Callable[[], Any], wait: Callable[[Any], Any], *, window_s: fl
 
 
 def resident_bytes() -> int:
-    """The most that this process had of the machine's memory."""
+    """Returns the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

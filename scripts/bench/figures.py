@@ -1,4 +1,4 @@
-"""Figures from the runs of a case: the ceiling, speeds, shares of the peak; and the table of it all."""
+"""Computes the figures of a case from its runs: the ceiling, speeds and shares of the peak; and formats their table."""
 
 import dataclasses
 import statistics
@@ -13,17 +13,17 @@ from llamajax.units import format_bytes
 from scripts.bench.case import PASSES, TORCH_ROWS, Case, Choice
 
 Run = Mapping[str, Any]
-"""The answer of a row's process, with `row`, `round`, `sm_mhz` and `watts`; or `error`, why there is nothing."""
+"""Answer of a row's process, with `row`, `round`, `sm_mhz` and `watts`; or `error`, the reason for no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """The least time of a step's products and attention on this device, each alone at its best."""
+    """Least time of a step's products and attention on this device, each measured alone at its best."""
 
     gemm_s: float
     attention_s: float
     gemm_flops: float
-    """FLOP/s of the best product."""
+    """Speed of the best product, in FLOP/s."""
 
     @property
     def step_s(self) -> float:
@@ -31,7 +31,7 @@ class Ceiling:
 
 
 def ceiling(case: Case, parts: Sequence[Run]) -> Ceiling | None:
-    """From what torch and jax found, whichever was faster; None if neither could."""
+    """Returns the ceiling from the faster of torch and jax in each part; None if neither could measure."""
     products = [part["gemms"] for part in parts if "gemms" in part]
     kernels = [seconds for part in parts for seconds in part.get("attention", {}).values()]
     if not products or not kernels:
@@ -47,21 +47,21 @@ def ceiling(case: Case, parts: Sequence[Run]) -> Ceiling | None:
 
 
 def peak_flops(device: str, best: Ceiling | None) -> tuple[float | None, str]:
-    """FLOP/s that MFU is a share of, and whence: the data sheet's, or else the best product that was measured."""
+    """Returns the peak FLOP/s for MFU and its source: the data sheet, or else the fastest measured product."""
     if (gpu := find_gpu(device)) is not None:
         return gpu.peak_flops, f"{gpu.name} data sheet, dense bfloat16"
     return (None, "not measured") if best is None else (best.gemm_flops, "the fastest product measured")
 
 
 def figures(case: Case, best: Ceiling | None, peak: float | None, runs: Sequence[Run]) -> dict[str, Any]:
-    """Figures of one row from all of its rounds; empty if there was none, and no times at toy size.
+    """Returns the figures of one row from all of its rounds; empty without rounds, and without times at toy size.
 
     Returns:
-        `step_s` and `tokens_per_s`, of the median window; `mfu` by what documents see, `mfu_full` by the whole square of
-        attention; `of_ceiling`, a share; `spread`, the distance of the windows' quartiles, and `rounds_apart`, how much
-        slower the slowest round was than the fastest, as shares; `sm_mhz` and `watts`, or None; `compile_s`,
-        of the first round, and `peak_bytes`, of the last, which tried nothing else before; `choice`; `attention`, as the
-        row calls it, and its `kernels`.
+        `step_s` and `tokens_per_s` of the median window; `mfu`, counting what documents see, and `mfu_full`, counting the
+        whole square of attention; `of_ceiling`, a share; `spread`, the distance of the windows' quartiles, and
+        `rounds_apart`, the distance of the slowest round from the fastest, as shares; `sm_mhz` and `watts`, or None;
+        `compile_s` of the first round; `peak_bytes` of the last round, which tries no other choice before; `choice`;
+        `attention`, by the row's own name, and its `kernels`.
     """
     good = [run for run in runs if "step_s" in run]
     if not good:
@@ -84,7 +84,7 @@ def figures(case: Case, best: Ceiling | None, peak: float | None, runs: Sequence
 
 
 def ceiling_figures(case: Case, best: Ceiling, peak: float | None) -> dict[str, Any]:
-    """The same of a step that does nothing but products and attention; `gemm_s` and `attention_s` too."""
+    """Returns the same figures for a step of only products and attention, with `gemm_s` and `attention_s`."""
     return {} if case.is_toy else _speed(case, best.step_s, best, peak) | dataclasses.asdict(best)
 
 
@@ -118,7 +118,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def table(case: Case, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The rows' `figures`, with `refused`, for people; `-` is what was not measured."""
+    """Formats the rows' `figures` and `refused` as a table; `-` marks figures that were not measured."""
     trusted = [row for name, row in rows.items() if name in TORCH_ROWS and "step_s" in row and not row["refused"]]
     theirs = max((row["tokens_per_s"] for row in trusted), default=None)
     shown = Table("row", title=str(case), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")

@@ -1,4 +1,4 @@
-"""Measures jax and llamajax's kernels on this device in the products and the attention of a model, each alone."""
+"""Measures the products and the attention of a model alone, in jax and llamajax's kernels on this device."""
 
 from functools import partial
 from typing import Any, get_args
@@ -17,8 +17,8 @@ from scripts.bench.child import Task, fastest
 
 
 def ceiling(task: Task) -> dict[str, Any]:
-    """`gemms`, seconds per token of every product; `attention`, seconds per row and layer of every kernel, forward and
-    backward; `unavailable`, kernels and why not."""
+    """Returns `gemms`, seconds per token of each product; `attention`, seconds per row and layer of each kernel, forward and
+    backward; and `unavailable`, kernels that cannot run, with the reason."""
     case = task.case
     startup.start(case.config(Choice(micro_batch=case.rows, remat="none")))
     return {"gemms": _gemms(case)} | _attention(case)
@@ -41,7 +41,7 @@ def _gemms(case: Case) -> dict[str, float]:
 
 
 def _attention(case: Case) -> dict[str, dict[str, Any]]:
-    """Attention of every kernel that `model.attention_kernel` can name and that makes sense on a GPU."""
+    """Measures every kernel that `model.attention_kernel` can name and that makes sense on a GPU."""
     model, B, T = case.network, case.rows, case.seq_len
     K, H, G = model.num_kv_heads, model.head_dim, model.num_heads // model.num_kv_heads
     ids = jax.device_put(case.batch(0)["segment_ids"], spec("batch", "seq")) if case.packed else None

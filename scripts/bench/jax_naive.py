@@ -1,5 +1,5 @@
-"""A Llama in plain jax, as one would write it first: a dict of weights by their Hugging Face names, a loop over layers,
-XLA's attention, all logits at once, optax."""
+"""Llama in plain jax, as one would write it first: a dict of weights by Hugging Face name, a loop over layers, XLA's
+attention, all logits at once, optax."""
 
 from typing import Any
 
@@ -49,9 +49,9 @@ def layer(weights: Weights, x: jax.Array, batch: dict[str, jax.Array], model: Mo
 
 
 def make(config: Config, *, packed: bool) -> tuple[Any, Any]:
-    """The training step (weights, optimizer state, batch) -> (weights, optimizer state, loss), and the optimizer's `init`.
+    """Returns the step (weights, optimizer state, batch) -> (weights, optimizer state, loss), and the optimizer's `init`.
 
-    The batch is [micro-batches, B, T] of each of its fields.
+    Each field of the batch is [micro-batches, B, T].
     """
     model = config.model
     optimizer = optax.chain(

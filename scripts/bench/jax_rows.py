@@ -1,4 +1,4 @@
-"""The rows of jax: `llamajax`, the real training step; `jax_naive`, plain jax; and their part of the ceiling.
+"""Rows of jax: `llamajax`, the real training step; `jax_naive`, plain jax; and jax's part of the ceiling.
 
 python -m scripts.bench.jax_rows TASK
 """
@@ -36,11 +36,11 @@ from scripts.bench.weights import open_weights
 
 Batches = list[dict[str, jax.Array]]
 _FUSED = re.compile(r'custom_call_target="__cudnn\$(fmha\w+)"|\bname = \\?"(attention_\w+)\\?"')
-"""Calls of cuDNN's kernels and of llamajax's own in a compiled program."""
+"""Pattern of calls to cuDNN's and llamajax's own kernels in a compiled program."""
 
 
 def fused_calls(hlo: str) -> dict[str, list[str]]:
-    """The kernels that compute attention in one, as a compiled program calls them: `forward` and `backward`."""
+    """Returns the fused attention kernels by their names in a compiled program: `forward` and `backward`."""
     called = sorted({cudnn or own for cudnn, own in _FUSED.findall(hlo)})
     return {
         "forward": [name for name in called if "backward" not in name.lower()],
@@ -49,7 +49,7 @@ def fused_calls(hlo: str) -> dict[str, list[str]]:
 
 
 def llamajax(task: Task) -> dict[str, Any]:
-    """`llamajax.step.step.train_step`, with the forms, the options and the memory that training gives it."""
+    """Measures `llamajax.step.step.train_step` with the forms, options and memory that training uses."""
     case = task.case
     startup.start(case.config(Choice(micro_batch=case.rows, remat="none")))
     return first_that_fits(task.choices, partial(_llamajax, task))
@@ -86,7 +86,7 @@ def _llamajax(task: Task, choice: Choice) -> dict[str, Any]:
 
 
 def jax_naive(task: Task) -> dict[str, Any]:
-    """See `scripts.bench.jax_naive`; with as much of the GPU's memory as llamajax takes."""
+    """Measures `scripts.bench.jax_naive` with the same share of the GPU's memory as llamajax."""
     if task.case.is_toy:
         jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault(VARIABLE, str(MEMORY_FRACTION))
@@ -118,7 +118,7 @@ def _naive(task: Task, choice: Choice) -> dict[str, Any]:
 
 
 def _batches(case: Case, choice: Choice, sharding: Any = None) -> Batches:
-    """Batches of all steps, on the device, [micro-batches, B, T]."""
+    """Returns the batches of all steps on the device, [micro-batches, B, T]."""
     shape = (case.rows // choice.micro_batch, choice.micro_batch, case.seq_len)
     return [
         {name: jax.device_put(x.reshape(shape), sharding) for name, x in case.batch(step).items()}
@@ -127,7 +127,7 @@ def _batches(case: Case, choice: Choice, sharding: Any = None) -> Batches:
 
 
 def _compiled(compile_: Callable[[], jax.stages.Compiled]) -> tuple[jax.stages.Compiled, float]:
-    """The program, if it fits, and the seconds that it took to make."""
+    """Compiles the program, if it fits the device. Returns it and the seconds of compilation."""
     clock = time.perf_counter()
     compiled = compile_()
     stats, limit = compiled.memory_analysis(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -141,8 +141,8 @@ def _compiled(compile_: Callable[[], jax.stages.Compiled]) -> tuple[jax.stages.C
 def _measured(
     case: Case, batches: Batches, step: Callable[[Any], jax.Array], squares: Callable[[], Iterator[tuple[str, float]]]
 ) -> dict[str, Any]:
-    """The steps of a round. `squares` gives sums of the squares of Adam's first moments, which are a tenth of the first
-    step's gradients, by Hugging Face names."""
+    """Runs the steps of a round. `squares` returns sums of squares of Adam's first moments, a tenth of the first step's
+    gradients, by Hugging Face name."""
     losses: list[jax.Array] = []
     found = timed_steps(
         lambda number: losses.append(step(batches[number])),
@@ -158,7 +158,7 @@ def _measured(
 
 
 def _sum_of_squares(x: jax.Array, part: tuple[slice | int, ...]) -> float:
-    """In one kernel: a copy would count as memory of the row."""
+    """Computes the sum in one kernel, because a copy would count as memory of the row."""
     return float(jax.jit(lambda x: jnp.sum(jnp.square(x[part].astype(jnp.float32))))(x))
 
 

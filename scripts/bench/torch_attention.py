@@ -1,4 +1,4 @@
-"""The forms in which torch computes attention, for `torch_ideal` to take the fastest of and for the ceiling to time."""
+"""Forms of attention in torch: `torch_ideal` uses the fastest, and the ceiling times all."""
 
 import contextlib
 import functools
@@ -16,27 +16,27 @@ from torch.nn.attention.varlen import varlen_attn
 from scripts.bench.case import Case
 from scripts.bench.child import fastest
 
-# At toy size Python is traced, and no code generated: that takes longer than a toy runs.
+# At toy size, torch.compile only traces: generating code would take longer than the toy runs.
 compiled = functools.partial(torch.compile, backend="inductor" if torch.cuda.is_available() else "eager")
 _KNOWN = inspect.signature(varlen_attn).parameters
-# torch 2.10 calls it is_causal, later versions a window without keys ahead, and the last of them know grouped heads.
+# torch 2.10 calls it is_causal, later versions use a window without keys ahead, and the latest support grouped heads.
 _VARLEN: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}
 _VARLEN |= {"enable_gqa": True} if "enable_gqa" in _KNOWN else {}
 Batch = dict[str, torch.Tensor]
-"""A micro-batch: the fields of a batch [B, T], and `document_starts` [n + 1], where each document begins if all rows are one
-after the other, and then their end."""
+"""Micro-batch: the fields of a batch [B, T], and `document_starts` [n + 1], the start of each document in the concatenation
+of all rows, followed by its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One way to compute attention."""
+    """Way to compute attention."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
-    """Attention of queries [B, T, N, H], keys and values [B, T, K, H] and what `prepare` made of the batch: [B, T, N, H]."""
+    """Returns attention [B, T, N, H] of queries [B, T, N, H], keys and values [B, T, K, H], and the result of `prepare`."""
     prepare: Callable[[Batch], Any] = lambda batch: None
     """Prepares the input that `attend` needs for a micro-batch, once for all layers."""
     backend: SDPBackend | None = None
-    """The only one that `scaled_dot_product_attention` may take."""
+    """Only backend that `scaled_dot_product_attention` may use."""
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch
 
 
 class _Blocks:
-    """Makes the block mask of a micro-batch. One function and one buffer for all of them, or each would be compiled anew."""
+    """Creates the block masks of micro-batches with one function and one buffer, so that they compile only once."""
 
     def __init__(self) -> None:
         self._make: Any = None
@@ -91,7 +91,7 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Ten
 
 
 def forms(case: Case) -> dict[str, Form]:
-    """Those that can be tried, by name."""
+    """Returns the forms to try, by name."""
     if case.is_toy:
         return {"sdpa": Form(attend=_sdpa, prepare=_mask)}
     if case.packed:
@@ -108,13 +108,13 @@ def forms(case: Case) -> dict[str, Form]:
 
 @contextlib.contextmanager
 def only(form: Form) -> Iterator[None]:
-    """In which `scaled_dot_product_attention` takes no other backend than the form's."""
+    """Returns a context in which `scaled_dot_product_attention` uses only the form's backend."""
     with contextlib.nullcontext() if form.backend is None else sdpa_kernel(form.backend):
         yield
 
 
 def timed(case: Case, batch: Batch) -> dict[str, dict[str, Any]]:
-    """As `scripts.bench.jax_ceiling` tells it: `attention` of every form, on a micro-batch, and what is `unavailable`."""
+    """Returns `attention` of each form on a micro-batch, and `unavailable`, in the form of `scripts.bench.jax_ceiling`."""
     model, device = case.network, batch["tokens"].device
     B, T = batch["tokens"].shape
     shapes = [(B, T, n, model.head_dim) for n in (model.num_heads, model.num_kv_heads, model.num_kv_heads)]
@@ -130,12 +130,12 @@ def timed(case: Case, batch: Batch) -> dict[str, dict[str, Any]]:
                     return torch.autograd.grad(attend(q, k, v, prepared), (q, k, v), grad)
 
                 found["attention"][name] = fastest(both, synchronize) / B
-        except Exception as error:  # each form has its own way to say that it cannot
+        except Exception as error:  # each form reports in its own way that it cannot run
             found["unavailable"][name] = repr(error).partition("\n")[0][:200]
     return found
 
 
 def synchronize(_: Any = None) -> None:
-    """Waits for the device, where it does not run with the host."""
+    """Waits for the device if it runs asynchronously."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,5 +1,5 @@
-"""The strongest training step of a Llama that we can write in torch: few large matmuls, all else fused by torch.compile,
-attention by the fastest kernel that torch has for the shapes, logits in chunks with their gradients at once."""
+"""Strongest training step of a Llama that we can write in torch: few large matmuls, everything else fused by torch.compile,
+torch's fastest attention kernel for the shapes, and logits in chunks, each with its gradients at once."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ PER_LAYER = 6
 
 
 class Ideal:
-    """The weights in bfloat16, and what computes with them."""
+    """Weights in bfloat16, with the computation of losses and gradients."""
 
     def __init__(self, model: ModelConfig, hf: Any, form: Form, remat: str, device: torch.device) -> None:
-        """Takes the weights of transformers' own model `hf`, and puts those together that have the same input."""
+        """Takes the weights of transformers' own model `hf` and concatenates weights with the same input."""
         self.weights: Tensors = []
         """Embedding, final norm; of every layer norm, qkv, output, norm, gate and up, down; the head, unless it is tied."""
         self.parts: list[dict[str, int]] = []
@@ -51,7 +51,7 @@ class Ideal:
         self.parts.append({self._names[id(module.weight)]: len(module.weight) for module in modules})
 
     def loss_and_grads(self, batch: Batch) -> tuple[torch.Tensor, Tensors]:
-        """The losses of a micro-batch, summed in fp32, and their gradients."""
+        """Returns the losses of a micro-batch, summed in fp32, and their gradients."""
         embedding, final_norm, *rest = self.weights
         layers, head = (rest, embedding) if self._model.tie_embeddings else (rest[:-1], rest[-1])
         cos, sin = self._rope_tables(batch["positions"])
@@ -114,7 +114,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 def chunked_loss(
     hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The summed loss, fp32, and its gradients for `hidden` [B, T, D] and `head` [V, D]; logits of some tokens at a time."""
+    """Returns the summed loss, fp32, and its gradients for `hidden` [B, T, D] and `head` [V, D]; logits come in chunks."""
     rows, counted = hidden.flatten(0, 1), targets.flatten()
     d_rows = torch.empty_like(rows)
     loss, d_head = torch.zeros((), device=rows.device), None

@@ -1,4 +1,4 @@
-"""The rows of torch: `hf`, transformers' Llama compiled; `torch_ideal`; and their part of the ceiling.
+"""Rows of torch: `hf`, transformers' Llama compiled; `torch_ideal`; and torch's part of the ceiling.
 
 python -m scripts.bench.torch_rows TASK
 """
@@ -27,8 +27,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class AdamW:
-    """AdamW as llamajax has it, each tensor in one kernel: fp32 master weights, moments, and the bfloat16 copy that
-    computes."""
+    """AdamW of llamajax, with one kernel per tensor: fp32 master weights, moments, and the bfloat16 copy for computing."""
 
     def __init__(self, config: Config, weights: Tensors, decayed: list[bool]) -> None:
         self._config, moment_dtype = config.optimizer, getattr(torch, config.optimizer.moment_dtype)
@@ -42,7 +41,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, grads: Tensors, num_targets: torch.Tensor) -> None:
-        """Applies gradients, which are sums over the tokens of the step, divided by how many there were and clipped."""
+        """Applies gradients summed over the step's tokens, after dividing by the number of tokens and clipping."""
         optimizer = self._config
         self._count += 1
         norm = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).norm() / num_targets  # pyright: ignore[reportPrivateImportUsage] (what torch's own optimizers call)
@@ -74,7 +73,7 @@ class AdamW:
 
 
 def hf(task: Task) -> dict[str, Any]:
-    """transformers' LlamaForCausalLM in bfloat16, every layer and the loss compiled, attention by SDPA."""
+    """Measures transformers' LlamaForCausalLM in bfloat16, with each layer and the loss compiled and attention by SDPA."""
     return first_that_fits(task.choices, partial(_hf, task))
 
 
@@ -84,8 +83,8 @@ def _hf(task: Task, choice: Choice) -> dict[str, Any]:
     model.train()
     if choice.remat == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # Compiled whole, it would not look whether rows are packed, and make a mask of every pair of tokens, which no fused
-    # kernel takes.
+    # Compiled as a whole, it would not check for packed rows, and would build a mask of all pairs of tokens, which no fused
+    # kernel accepts.
     for layer in model.model.layers:
         layer.compile(**compiled.keywords)
     model.loss_function = compiled(model.loss_function)
@@ -107,13 +106,13 @@ def _hf(task: Task, choice: Choice) -> dict[str, Any]:
 
 
 def torch_ideal(task: Task) -> dict[str, Any]:
-    """See `scripts.bench.torch_ideal`."""
+    """Measures `scripts.bench.torch_ideal`."""
     return first_that_fits(task.choices, partial(_torch_ideal, task))
 
 
 def _torch_ideal(task: Task, choice: Choice) -> dict[str, Any]:
     if task.attention is None:
-        raise ValueError("torch computed this attention in no form, see its part of the ceiling")
+        raise ValueError("no form of attention in torch can compute this; see torch's part of the ceiling")
     _forget()
     case, form = task.case, torch_attention.forms(task.case)[task.attention]
     model = Ideal(case.network, _pretrained(task), form, choice.remat, DEVICE)
@@ -136,14 +135,14 @@ def _trained(
     parts: list[dict[str, int]],
     loss_and_grads: Callable[[Batch], tuple[torch.Tensor, Tensors]],
 ) -> dict[str, Any]:
-    """The steps of a round with a model.
+    """Runs the steps of a round with a model.
 
     Args:
         case: the case.
-        choice: what the row has chosen.
-        weights: of the model, in bfloat16.
-        parts: Hugging Face names of what each is made of, in order, and their rows.
-        loss_and_grads: gives the summed loss of a micro-batch and its gradients.
+        choice: the row's choice.
+        weights: weights of the model, in bfloat16.
+        parts: Hugging Face names of the parts of each weight, in order, and their rows.
+        loss_and_grads: returns the summed loss of a micro-batch and its gradients.
     """
     config = case.config(choice)
     undecayed = config.optimizer.no_weight_decay
@@ -167,7 +166,7 @@ def _trained(
         optimizer.step(sums, num_targets)
 
     def gradients() -> dict[str, float]:
-        """Gradients of the first step: Adam's first moment is a tenth of them, clipped."""
+        """Returns the gradients of the first step: Adam's first moment is a tenth of them, clipped."""
         split = [(own, moment.split(list(own.values()))) for own, moment in zip(parts, optimizer.first, strict=True)]
         named = [(name, part) for own, moments in split for name, part in zip(own, moments, strict=True)]
         return norms_by_kind((name, float(part.float().square().sum())) for name, part in named)
@@ -195,7 +194,7 @@ def _profiled(step: Callable[[], None]) -> dict[str, list[str]]:
 
 
 def fused_kernels(kernels: Iterable[str]) -> dict[str, list[str]]:
-    """Selects the kernels of a step that compute attention in one: `forward` and `backward`."""
+    """Selects the fused attention kernels of a step: `forward` and `backward`."""
     fused = sorted({re.sub(r"<.*|\(.*", "", name.removeprefix("void "))[:80] for name in kernels if _FUSED.search(name)})
     return {
         "forward": [name for name in fused if not _BACKWARD.search(name)],
@@ -204,7 +203,7 @@ def fused_kernels(kernels: Iterable[str]) -> dict[str, list[str]]:
 
 
 def micro_batches(case: Case, step: int, micro_batch: int) -> list[Batch]:
-    """A step's batch on the device, some rows at a time; `document_starts` is as long in all that have as many rows."""
+    """Yields a step's batch on the device, some rows at a time; `document_starts` has equal length for equal row counts."""
     batch, found = case.batch(step), []
     starts = [np.flatnonzero(rows == 0) for rows in case.positions.reshape(-1, micro_batch * case.seq_len)]
     length = 1 + max(map(len, starts))
@@ -217,7 +216,7 @@ def micro_batches(case: Case, step: int, micro_batch: int) -> list[Batch]:
 
 
 def ceiling(task: Task) -> dict[str, Any]:
-    """As that of `scripts.bench.jax_ceiling`; products also of all tokens at once."""
+    """Returns the same as in `scripts.bench.jax_ceiling`; also measures products of all tokens at once."""
     case, found = task.case, dict[str, float]()
     for tokens in sorted({case.gemm_tokens, case.tokens}):
         for name, (width, out, _) in case.gemms().items():

@@ -1,4 +1,4 @@
-"""The initial weights of all rows: drawn once, in the form of a Hugging Face directory."""
+"""Initial weights of all rows, drawn once and stored as a Hugging Face directory."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def write_weights(case: Case, directory: Path) -> None:
-    """Draws as llamajax does, norms are ones; in bfloat16, which every row widens to the same fp32 master weights."""
+    """Draws weights like llamajax, with norms of one, in bfloat16. Every row widens them to the same fp32 master weights."""
     model, shapes = case.network, names.hf_shapes(case.network)
     (directory / "config.json").write_text(json.dumps(hf_config_of(model, dict.fromkeys(SPECIAL_TOKENS), "bfloat16")))
 
@@ -36,7 +36,7 @@ def write_weights(case: Case, directory: Path) -> None:
 
 
 def open_weights(directory: Path) -> dict[str, Stored]:
-    """The tensors that `write_weights` wrote, by their Hugging Face names."""
+    """Returns the tensors that `write_weights` wrote, by Hugging Face name."""
     path = directory / SINGLE
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

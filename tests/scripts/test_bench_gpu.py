@@ -227,7 +227,7 @@ def test_clocks_are_those_of_the_timed_steps(tmp_path):
     ("arguments", "reason"),
     [
         (["--models", "70b"], "'70b' is unknown; choose from 1b, 3b, 8b16, 8b"),
-        (["--toy", "--seq", "2048"], "--toy has a model and rows of its own"),
+        (["--toy", "--seq", "2048"], "--toy sets its own model and rows"),
         (["--rows", "llamajax,maxtext"], "'maxtext' is unknown; choose from"),
         (
             ["--choices", "llamajax=4:none,hf=2:save_attention"],

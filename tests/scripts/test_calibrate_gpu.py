@@ -197,7 +197,7 @@ def test_differences_are_those_from_what_was_measured(monkeypatch, capsys):
 
 def test_a_gpu_that_is_not_planned_for_is_refused():
     with pytest.raises(
-        EnvironmentMismatchError, match=r"^--device gpu: plans know no NVIDIA B300; measure one of NVIDIA A100-"
+        EnvironmentMismatchError, match=r"^--device gpu: plans do not support NVIDIA B300; measure one of NVIDIA A100-"
     ):
         data_sheet("gpu", "NVIDIA B300")
 
