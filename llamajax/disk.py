@@ -115,8 +115,8 @@ def status(path: str | Path) -> os.stat_result | None:
 
 
 def is_missing(path: str | Path, kind: Callable[[int], bool]) -> bool:
-    """Whether nothing of this kind, such as `stat.S_ISREG`, is there; not where the disk fails, which is told when it is
-    read, as what may pass."""
+    """Whether nothing of this kind, such as `stat.S_ISREG`, is there. False where the disk fails: reading
+    reports that, and it may pass."""
     try:
         return (found := status(path)) is None or not kind(found.st_mode)
     except OSError:

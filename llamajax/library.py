@@ -20,10 +20,12 @@ command hold: the failure of one process ends all.
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from llamajax import disk
 from llamajax.config.file import Root, read_config
 from llamajax.config.file import load_config as read_file
 from llamajax.config.run import Config
@@ -343,6 +345,8 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
 
     path = Path(run_dir).expanduser()
     meta = newest_meta(path) if step is None else read_meta(path / "checkpoints" / str(step))
+    if meta is None and disk.is_missing(path, stat.S_ISDIR):
+        raise CheckpointError(f"{path}: there is no such directory; name the run_dir of a run")
     if meta is None:
         which = "no undamaged checkpoint" if step is None else f"no undamaged checkpoint of step {step}"
         raise CheckpointError(f"{path}: has {which}; name the run_dir of a run, and a step of it")

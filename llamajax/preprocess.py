@@ -8,7 +8,7 @@ from llamajax.errors import importing
 
 OPTIONS = {
     "--part I/N": "Do every N-th piece of the work only, from the I-th on (from 0), beside others that do the rest,"
-    " such as the tasks of a Slurm array; whoever is last packs.",
+    " such as the tasks of a Slurm array; the process that finishes last packs.",
     "--workers N": "Processes; by default one for each processor that this one may use.",
     "--executor NAME": "local: processes of this machine; ray: those of the Ray cluster that RAY_ADDRESS names, or of one"
     " that is started here (extra `ray`). By default local.",

@@ -26,7 +26,7 @@ FORMS = "tests/training/test_mesh_equivalence.py"
 HEAD = """# Faults that tests notice
 
 Each row is a fault in the code by which devices share work or in a kernel, seeded on its own into a copy of the project by
-`python scripts/faults.py`, and the first test that then fails. What is changed stands in `scripts/faults.yaml`.
+`python scripts/faults.py`, and the first test that then fails. `scripts/faults.yaml` holds the changes.
 
 Noticed: {noticed} of {tried}.
 

@@ -4,6 +4,7 @@ Nothing is executed here: `.ci/docs.py` runs the blocks, and `mkdocs build --str
 """
 
 import dataclasses
+import os
 import pathlib
 import re
 import runpy
@@ -136,7 +137,7 @@ def test_links_stay_in_the_manual():
     for page in PAGES[1:]:
         for found in LINK.finditer(_prose(page)):
             link = (found[1] or found[2]).partition("#")[0]
-            target = (page.parent / link).resolve()
+            target = pathlib.Path(os.path.normpath(page.parent / link))  # docs/changelog.md is itself a link
             if link and not re.match(r"https?:|mailto:", link):
                 wrong += [f"{page.name}: {link}"] * (not target.is_relative_to(ROOT / "docs") or not target.is_file())
     assert not wrong

@@ -175,6 +175,7 @@ def test_mistakes_are_one_line_and_end_nothing(trained, tmp_path):
         "prompts: ": lambda: llamajax.generate(run, [], chat=True),
         "--split: ": lambda: llamajax.evaluate(run, split="held-out"),
         "devices: 1 must be a number from 2 to 64": lambda: llamajax.verify(load(tmp_path, "run"), devices=1),
+        ".*nowhere: there is no such directory": lambda: llamajax.restore(tmp_path / "nowhere"),
         ".*: has no undamaged checkpoint of step 3": lambda: llamajax.restore(run, step=3),
         "hardware.gpu: ": lambda: llamajax.plan(load(tmp_path, "run")),
         "--train.num_step: unknown key": lambda: llamajax.load_config("quickstart", {"train.num_step": 3}),

@@ -79,4 +79,4 @@ class EvaluateConfig(Section):
         if self.log_samples and self.json is None:
             yield "log_samples: needs a file; name it with json"
         if self.split != "held_out" and self.num_batches is None:
-            yield "split: train has no end; also set num_batches"
+            yield "split: train rows repeat without end; also set num_batches"

@@ -109,7 +109,7 @@ class GenerateConfig(Section):
             if path is not None and disk.is_missing(find_file(path), stat.S_ISREG)
         ]
         if disk.is_missing(os.path.expanduser(self.model), stat.S_ISDIR):
-            problems.append(f"model: no directory {self.model}; give a run, a checkpoint or a Hugging Face model")
+            problems.append(f"model: there is no directory {self.model}; give a run, a checkpoint or a Hugging Face model")
         if self.output is not None and not self.distributed.enabled and os.path.lexists(os.path.expanduser(self.output)):
             problems.append(f"output: {self.output} exists already; choose another file, or remove it")
         return problems

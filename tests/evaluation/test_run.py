@@ -309,7 +309,7 @@ def test_without_the_extra_tasks_are_refused_with_the_command(finished, monkeypa
         ({"tasks": "arc_easy", "data": "x.yaml"}, "data: has no effect with tasks"),
         ({"tasks": " , "}, "tasks: must not be empty"),
         ({"tasks": "arc_easy", "log_samples": True}, "log_samples: needs a file"),
-        ({"split": "train"}, "split: train has no end; also set num_batches"),
+        ({"split": "train"}, "split: train rows repeat without end; also set num_batches"),
         ({"num_batches": 0}, "num_batches: 0 must be positive"),
         ({"seq_len": 1}, "seq_len: 1 must be above 1"),
     ],
