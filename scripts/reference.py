@@ -466,6 +466,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the generated pages of the reference.")
     parser.add_argument("--check", action="store_true", help="name the pages that are out of date; write nothing")
     check = parser.parse_args().check
+    if (imported := Path(llamajax.__file__).parents[1]) != ROOT:
+        parser.error(f"llamajax is imported from {imported}, not from {ROOT}; set PYTHONPATH to that")
     stale = []
     for name, make in PAGES.items():
         path, text = FOLDER / name, make()
