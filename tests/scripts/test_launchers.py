@@ -69,7 +69,7 @@ def start(command: list[str], workspace: pathlib.Path, told: dict[str, str]) -> 
 def expected(host: int, told_by: str, address: str) -> list[str]:
     ranks = f"ranks {8 * host} to {8 * host + 7} of 32"
     return [
-        f"hosts      4, this is host {host}; told by {told_by}",
+        f"hosts      4, this is host {host}; from {told_by}",
         f"processes  8 processes of llamajax.train on host {host} of 4: {ranks}, 1 GPU each",
         f"meet at    {address}",
         *([f"listens on [::]:{address.rpartition(':')[2]} (process 0)"] if host == 0 else []),  # no such name here
