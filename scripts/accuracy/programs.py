@@ -1,7 +1,7 @@
-"""Kinds of programs that published runs were made with: what their elementwise kernels move, and how they attend.
+"""Kinds of programs behind published runs: the bytes that their elementwise kernels move, and their attention.
 
-Bytes are counted by hand from the programs' sources, two per number except where they widen to float32: what each kernel
-reads and writes. Operands and results of products are not counted: products take longer than their bytes.
+Bytes are what each kernel reads and writes, counted by hand from the programs' sources: two per number, except where a
+kernel widens to float32. Operands and results of products do not count, because products take longer than their bytes.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ Kind = Literal["eager PyTorch", "torch.compile", "Megatron, TransformerEngine", 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Elementwise kernels of one layer, in one direction."""
+    """Elementwise kernels of one layer in one direction."""
 
     residual: float
     """Bytes per token and channel of the residual stream: norms, additions, sums of gradients."""
@@ -23,12 +23,12 @@ class Pass:
     hidden: float
     """Bytes per token and channel of the MLP."""
     kernels: int
-    """How many."""
+    """Number of kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """How one kind of program computes a step."""
+    """Way in which one kind of program computes a step."""
 
     kind: Kind
     attention: Attention
@@ -39,9 +39,9 @@ class Program:
     optimizer: float
     """Bytes per parameter that a GPU updates: its norm's part, moments, weight, bfloat16 copy."""
     joins_products: bool = False
-    """Queries, keys and values are one product, and gate and up."""
+    """Whether queries, keys and values are one product, and gate and up another."""
     rounding: float = 6
-    """Bytes per number that a product in float8 takes: read for the largest (2), read again (2), written rounded, as it is
+    """Bytes per number of a float8 product's operands: read for the maximum (2), read again (2), written rounded both as is
     and transposed (1 and 1)."""
 
 

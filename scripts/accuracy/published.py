@@ -1,6 +1,6 @@
-"""The published runs: add a row here, and `python scripts/plan_accuracy.py` writes the tables anew.
+"""Published runs. Add a row here and run `python scripts/plan_accuracy.py` to rewrite the tables.
 
-Rows of `_FOUND_LATER` take no part in the fit of the constants, so that they tell what it is worth.
+Rows of `_FOUND_LATER` take no part in the fit of the constants, so they test it.
 """
 
 import dataclasses
@@ -215,7 +215,7 @@ _LISTED = (
     fms("7B", LLAMA2_7B, "h100", 9600, exchange="hsdp", replicas=12),
     maxtext(LLAMA2_70B, "Llama-2-70B", 64, 4, 1155),
 )  # fmt: skip
-"""Those that the tables have had from the beginning."""
+"""Runs that have been in the tables from the beginning."""
 _OTHERS = (
     mosaic("70B", "a100-80gb", 8, 8, 410, full=True, grad_accum_steps=4, **NARROW),
     mosaic("30B", "a100-80gb", 1, 3, 916, full=True, grad_accum_steps=21),
@@ -367,4 +367,4 @@ SCALING = (
     ("MosaicML MPT-7B, 8 H100", "MosaicML MPT-7B, 512 H100"),
     ("MosaicML MPT-70B, 128 H100", "MosaicML MPT-70B, 512 H100"),
 )
-"""Pairs of runs whose speeds per GPU are divided."""
+"""Pairs of runs with speeds per GPU to divide."""

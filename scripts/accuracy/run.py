@@ -1,4 +1,4 @@
-"""A published run, as its authors describe it: model, batch, cluster, and the kind of program that ran it."""
+"""Published run as its authors describe it: model, batch, cluster, and kind of program."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from llamajax.planning.cost.gpu import Machine
 from scripts.accuracy.programs import Attention, Program
 
 Exchange = Literal["zero3", "zero3 in turn", "hsdp", "zero1", "zero1 in turn", "zero1 every micro-batch"]
-"""How weights and gradients travel. `zero3`: weights of a layer are gathered forward and again backward, gradients
-scattered, all while the neighbouring layer computes (FSDP); `hsdp`: so within a group, and gradients summed over `replicas`
-groups. `zero1`: gradients scattered during the last micro-batch's backward pass, weights gathered during the first one's
-forward pass. `in turn`: nothing is computed meanwhile."""
+"""Ways to send weights and gradients. `zero3`: a layer's weights are gathered in the forward and again in the backward pass,
+and gradients scattered, all while the neighbouring layer computes (FSDP). `hsdp`: the same within a group, and gradients are
+summed over `replicas` groups. `zero1`: gradients are scattered during the last micro-batch's backward pass, and weights
+gathered during the first one's forward pass. `in turn`: communication does not overlap with computation."""
 Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
 LAYER: tuple[Matrix, ...] = ("q", "k", "v", "out", "gate", "up", "down")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The dims that cost something."""
+    """Dims that affect the cost."""
 
     vocab_size: int
     embed_dim: int
@@ -31,7 +31,7 @@ class Model:
     num_kv_heads: int
     head_dim: int = 128
     is_gated: bool = True
-    """The MLP has three matrices, one of them a gate; otherwise two."""
+    """Whether the MLP has three matrices, one of them a gate; otherwise it has two."""
 
     @property
     def matrices(self) -> dict[Matrix, tuple[int, int]]:
@@ -68,25 +68,25 @@ class Run:
     """Per micro-batch, of each group of `tensor` x `context` x `pipeline` GPUs."""
     grad_accum_steps: int = 1
     gpu: str
-    """As `hardware.gpu` names it."""
+    """Name of the GPU in `hardware.gpu`."""
     nodes: int
     gpus_per_node: int = 8
     node_bandwidth: float | None = None
     gpu_bandwidth: float | None = None
     memory_bandwidth: float | None = None
-    """Where the card's memory is not the usual one."""
+    """Memory of the card, if unusual."""
     power: float = 1.0
-    """Limit over the usual one; clocks go with its cube root."""
+    """Power limit relative to the usual one; clocks scale with its cube root."""
     replicas: int = 1
     """Groups of GPUs that each hold all weights, for `hsdp`."""
     tensor: int = 1
     hides_tensor: bool = False
-    """Traffic of tensor parallelism travels while products are computed."""
+    """Whether traffic of tensor parallelism overlaps with products."""
     context: int = 1
-    """GPUs that share a sequence; their exchange of keys and values is taken as hidden."""
+    """Number of GPUs that share a sequence; their exchange of keys and values counts as hidden."""
     pipeline: int = 1
     interleaved: int = 1
-    """Stages of a GPU."""
+    """Number of stages per GPU."""
     exchange: Exchange
     gradient_bytes: int = 2
     """Per parameter, on the wire."""
@@ -96,15 +96,15 @@ class Run:
     """Products that the backward pass computes a second time."""
     attention_again: bool = False
     again_share: float = 1.0
-    """Share of the layers that recompute, where not all do."""
+    """Share of the layers that recompute, if not all do."""
     float8: bool = False
-    """The layers' products are in float8."""
+    """Whether the layers' products are in float8."""
     attention: Attention | None = None
     """Where it is not the one usual for the program."""
     is_listed: bool = False
-    """Among those that the tables have had from the beginning."""
+    """Whether the tables have had this run from the beginning."""
     is_held_out: bool = False
-    """Takes no part in the fit: found after it."""
+    """Whether the run was found after the fit and takes no part in it."""
 
     @property
     def system(self) -> str:
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def shards(self) -> int:
-        """GPUs that hold different parts of the same weights' optimizer state."""
+        """Number of GPUs that shard the optimizer state of the same weights."""
         return self.num_gpus // (self.tensor * self.pipeline * self.replicas)
 
     def machine(self, share: float | None = None) -> Machine:

@@ -1,6 +1,6 @@
-"""Seconds of a step of a published run: its program's kernels and what it sends, by the constants of the cost model.
+"""Predicts the seconds of a published run's step from its program's kernels and traffic, with the cost model's constants.
 
-Nothing of llamajax's own step is in it: how that changes does not move these predictions.
+llamajax's own step plays no part, so changes to it do not move these predictions.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ def predict(run: Run, share: float | None = None) -> float:
 
 
 def step_seconds(run: Run, machine: Machine) -> float:
-    """Seconds of all micro-batches, the pipeline's bubble, the optimizer, and communication that is not hidden."""
+    """Returns the seconds of all micro-batches, the pipeline's bubble, the optimizer, and exposed communication."""
     micro_batches = run.grad_accum_steps
     forward, backward = compute_seconds(run, machine)
     bubble = (run.pipeline - 1) / (run.interleaved * micro_batches)
@@ -37,7 +37,7 @@ def step_seconds(run: Run, machine: Machine) -> float:
     edges = (weights + gradients) / layers
 
     def beside(compute: float, exchange: float) -> float:
-        """Seconds that `exchange` adds to the `compute` it runs beside."""
+        """Returns the seconds that `exchange` adds to the `compute` that it overlaps."""
         return max(exchange * slowdown / (1 + slowdown), exchange - compute)
 
     match run.exchange:
@@ -100,7 +100,7 @@ def _products(run: Run, names: tuple[Matrix, ...]) -> Iterator[Dot]:
 
 
 def _gradients(dot: Dot) -> tuple[Dot, Dot]:
-    """The products of its input's and its weight's gradients."""
+    """Returns the products of the input's and the weight's gradients."""
     return (
         Dot(1, dot.rows, dot.contracted, dot.columns, dot.dtype),
         Dot(1, dot.contracted, dot.columns, dot.rows, dot.dtype),
@@ -113,7 +113,7 @@ def _seconds(products: Iterable[Dot], machine: Machine) -> float:
 
 
 def _attention_seconds(run: Run, machine: Machine) -> tuple[float, float]:
-    """Seconds of a layer's attention, forward and backward: two products and five, half of each masked."""
+    """Returns the seconds of a layer's attention, forward and backward: two and five products, half of each masked."""
     heads = run.model.num_heads // run.tensor * run.model.head_dim
     product = run.tokens * heads * run.seq_len
     kernel = run.attention or run.program.attention

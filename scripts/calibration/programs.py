@@ -1,4 +1,4 @@
-"""The programs by which a GPU's constants are measured, and the loop in which each is repeated."""
+"""Programs that measure a GPU's constants, and the loop that repeats each of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,20 +36,20 @@ Shapes = list[jax.ShapeDtypeStruct]
 
 
 def many_kernels(x: jax.Array) -> jax.Array:
-    """32 kernels that move next to nothing."""
+    """Runs 32 kernels that move almost no data."""
     for _ in range(32):
         x = lax.optimization_barrier(1 - x)
     return x
 
 
 def adamw(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """An update of [N] float32: elementwise."""
+    """Computes an elementwise update of [N] float32."""
     m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
     return p - 1e-3 * (m * lax.rsqrt(jnp.abs(v) + 1e-8) + 0.1 * p), m, v
 
 
 def rms_norm(x: jax.Array) -> jax.Array:
-    """RMS norm of rows [T, D] bfloat16: reductions."""
+    """Computes the RMS norm of rows [T, D] bfloat16, for reductions."""
     wide = x.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
@@ -58,7 +58,7 @@ ATTENTION = {
     "model.head_dim": 128, "model.attend_across_documents": True, "data.seq_len": 4096, "mesh.fsdp": 1,
     "hardware.gpus_per_node": 1,
 }  # fmt: skip
-"""Attention's changes to the shipped configuration for measuring: whole rows of 4,096 tokens."""
+"""Changes to the shipped configuration for measuring attention: whole rows of 4,096 tokens."""
 
 
 def by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -94,15 +94,15 @@ SMALL_GRIDS = {
     "8B, row of 4,096": AttentionShape(4096, 8, 4, 128),
     "70B on tensor 8, row of 8,192": AttentionShape(8192, 1, 8, 128),
 }
-"""Attention of which one row has few programs."""
+"""Shapes of attention with few programs in one row."""
 MANY_ROWS = 16
-"""Rows that keep every core busy until the end, with the heads of each shape."""
+"""Number of rows that keep every core busy until the end, with the heads of each shape."""
 PASSES: dict[str, tuple[Work, int]] = {"forward": (by_pallas, 3), "both passes": (partial(and_gradients, by_pallas), 4)}
 """Computation of each pass, and the number of its arguments."""
 
 
 def arguments_of(shape: AttentionShape, rows: int) -> Shapes:
-    """Queries, keys, values, and the gradient of the output."""
+    """Returns queries, keys, values, and the gradient of the output."""
     of_keys = rows, shape.seq_len, shape.kv_heads, shape.head_dim
     of_queries = *of_keys[:3], shape.queries_per_kv_head, shape.head_dim
     return [jax.ShapeDtypeStruct(dims, jnp.bfloat16) for dims in (of_queries, of_keys, of_keys, of_queries)]
@@ -124,12 +124,12 @@ def scores_behind(constant: str) -> Scores | None:
 
 
 def shipped() -> Config:
-    """The configuration of Llama-3.2 1B."""
+    """Returns the configuration of Llama-3.2 1B."""
     return load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
 
 
 def programs(device: Device, capability: tuple[int, ...] | None) -> dict[str, list[tuple[Work, Shapes]]]:
-    """Returns the program that measures each constant, in this order: some take those before them as known. `capability` is
+    """Returns the program that measures each constant, in this order: some need the constants before them. `capability` is
     the device's version of CUDA's architectures."""
     sizes, fp32, bf16 = SIZES[device], *(partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
     rows, square = bf16((sizes.elements // 2048, 2048)), bf16((sizes.square, sizes.square))
@@ -153,8 +153,8 @@ def programs(device: Device, capability: tuple[int, ...] | None) -> dict[str, li
 
 
 def repeated(work: Work, count: int, *arguments: jax.Array) -> Any:
-    """The last of `count` results of `work`. Each waits for the one before it, whose sign goes into all arguments: XLA can
-    leave none of it out, nor take it out of the loop."""
+    """Returns the last of `count` results of `work`. The sign of each result enters all arguments of the next call, so XLA
+    can neither drop a call nor move it out of the loop."""
 
     def again(_: int, carried: tuple[Any, Any]) -> tuple[Any, Any]:
         sign = jnp.sign(jax.tree.leaves(carried[1])[0].ravel()[0])
@@ -167,6 +167,6 @@ def repeated(work: Work, count: int, *arguments: jax.Array) -> Any:
 
 
 def random(shapes: Shapes) -> list[jax.Array]:
-    """Normal numbers: zeros cost a GPU less."""
+    """Returns normally distributed numbers, because zeros cost a GPU less."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shapes, strict=True)]
