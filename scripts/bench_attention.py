@@ -250,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
     wrong: set[str] = set()
     code = exit_code(
         lambda: wrong.update(measure_all(options, cases)),
-        memory_remedy="a GPU that nothing else uses", disk="stdout", disk_remedy="see to it and try again",
+        memory_remedy="a GPU that nothing else uses", disk="stdout", disk_remedy="check it and try again",
     )  # fmt: skip
     return code or bool(wrong)
 

@@ -247,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
     refused: list[str] = []
     code = exit_code(
         lambda: refused.extend(measure(options)),
-        memory_remedy="a GPU that nothing else uses", disk=tempfile.gettempdir(), disk_remedy="see to it and try again",
+        memory_remedy="a GPU that nothing else uses", disk=tempfile.gettempdir(), disk_remedy="check it and try again",
     )  # fmt: skip
     return code or bool(refused)
 

@@ -353,7 +353,7 @@ def run(settings: CalibrateConfig) -> None:
 def main() -> int:
     """Parses the command line and measures. Returns the exit code."""
     settings = parse_args(prog="python scripts/calibrate_gpu.py", root=CalibrateConfig).config
-    remedies = {"memory_remedy": "a GPU that nothing else uses", "disk_remedy": "see to it and try again"}
+    remedies = {"memory_remedy": "a GPU that nothing else uses", "disk_remedy": "check it and try again"}
     return exit_code(lambda: run(settings), disk=settings.output, **remedies)
 
 

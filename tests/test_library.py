@@ -172,7 +172,7 @@ def test_mistakes_are_one_line_and_end_nothing(trained, tmp_path):
         "data.sources.0.paths.0: no file matches": lambda: llamajax.train(load(tmp_path, "run", **missing)),
         "mesh.num_cpu_devices: 4 .* start a new process": lambda: llamajax.train(load(tmp_path, "run", **four)),
         "--temperture: unknown key .* did you mean 'temperature'": lambda: llamajax.generate(run, "x", temperture=1),
-        "--model: no directory": lambda: llamajax.generate(tmp_path / "nowhere", "x"),
+        "--model: there is no directory": lambda: llamajax.generate(tmp_path / "nowhere", "x"),
         "prompts: ": lambda: llamajax.generate(run, [], chat=True),
         "--split: ": lambda: llamajax.evaluate(run, split="held-out"),
         "devices: 1 must be a number from 2 to 64": lambda: llamajax.verify(load(tmp_path, "run"), devices=1),

@@ -98,7 +98,7 @@ def test_a_pattern_on_a_disk_that_fails_does_not_match_less(tmp_path, monkeypatc
         return listdir(asked)
 
     monkeypatch.setattr(os, "listdir", fail)
-    with pytest.raises(DiskError, match=r"/\*/\*.txt: data.sources\[0\].paths: cannot be read: Input/output error; see to"):
+    with pytest.raises(DiskError, match=r"/\*/\*.txt: data.sources\[0\].paths: cannot be read: Input/output error; check"):
         of.files()
 
 
@@ -189,7 +189,7 @@ def test_a_directory_on_a_disk_that_fails_does_not_have_fewer_files(folder, monk
         return scandir(asked)
 
     monkeypatch.setattr(os, "scandir", fail)
-    with pytest.raises(DiskError, match=r"/data: data.sources\[0\].paths: cannot be read: Input/output error; see to"):
+    with pytest.raises(DiskError, match=r"/data: data.sources\[0\].paths: cannot be read: Input/output error; check"):
         found("jsonl", folder)
 
 
