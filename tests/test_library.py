@@ -22,7 +22,7 @@ import llamajax
 from llamajax import library
 from llamajax.training import stop
 from llamajax.training.stop import StopSignal
-from runs import ROOT
+from tests.runs import ROOT
 
 FUNCTIONS = [value for value in vars(library).values() if inspect.isfunction(value) and value.__module__ == library.__name__]
 FUNCTIONS = [function for function in FUNCTIONS if not function.__name__.startswith("_")]

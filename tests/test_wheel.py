@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import ROOT
+from tests.runs import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -82,7 +82,7 @@ def test_parts_at_the_same_time(tmp_path):
     processes = [subprocess.Popen(each, cwd=runs.ROOT, stdout=subprocess.PIPE, text=True) for each in commands]
     outs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert any("finished   all is in" in out for out in outs)
+    assert any("finished   all data is in" in out for out in outs)
     assert made(tmp_path / "parts") == made(tmp_path / "one")
 
 
