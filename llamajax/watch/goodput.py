@@ -37,7 +37,8 @@ class Goodput:
     """The wall time of a run, split into parts."""
 
     wall_s: float
-    """Seconds from the first start to the newest record, including everything."""
+    """Seconds from the first start to the newest record, without the time between the end of a finished run and its next
+    start, in which nobody waits for it."""
     seconds: dict[str, float]
     """Seconds of each of `PARTS`; they add up to `wall_s`."""
 
@@ -89,12 +90,14 @@ def goodput(series: Mapping[str, tuple[np.ndarray, np.ndarray]], events: Sequenc
         index = next((i for i, event in enumerate(life) if event["event"] in ("stop", "restart")), len(life))
         ended = life[index] if index < len(life) else None
         newest = max(life[index - 1]["time"], min(record or -math.inf, next_time if ended is None else ended["time"]))
+        is_finished = ended is not None and ended["event"] == "stop" and ended.get("reason") == "finished"
         if ended is not None and not (ended["event"] == "stop" and ended.get("reason") in _ENDS_WELL):
             seconds["lost work"] += max(0.0, ended["time"] - newest)
-        if following is not None and (ended is not None or record is not None):
+        if following is not None and (ended is not None or record is not None) and not is_finished:
             went_back = any(event["event"] == "rollback" for event in life) and "began" not in following[0]
             seconds["load" if went_back else "restart"] += max(0.0, next_time - (newest if ended is None else ended["time"]))
-        wall_s += sum(max(0.0, later - earlier) for earlier, later in pairwise([*times, next_time]))
+        until = [] if is_finished and following is not None else [next_time]
+        wall_s += sum(max(0.0, later - earlier) for earlier, later in pairwise([*times, *until]))
     known_s = sum(seconds.values()) - seconds["other"]
     wall_s = max(wall_s, known_s)
     seconds["other"] = wall_s - known_s

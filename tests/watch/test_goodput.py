@@ -90,6 +90,18 @@ def test_starts_that_came_to_no_step_are_part_of_the_restart():
     assert split(steps(1068, 1076), events)["restart"] == 90.0
 
 
+def test_a_finished_run_loses_nothing_until_it_is_extended():
+    events = [
+        started(1000, 1060),
+        event("stop", 1088, 2, reason="finished"),
+        started(5000, 5060, 2, lost_s=0.0, newest_record=1076.0),
+        event("stop", 5080, 4, reason="finished"),
+    ]
+    series = steps(1068, 1076, 5068, 5076)
+    assert "restart" not in split(series, events)
+    assert wall_s(series, events) == 88.0 + 80.0
+
+
 def test_an_error_loses_what_came_after_the_newest_record_and_a_signal_nothing():
     for reason, lost in (("OSError: no space", 12.0), ("stopped", 0.0), (None, 12.0)):
         events = [
