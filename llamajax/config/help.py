@@ -229,6 +229,7 @@ def _entry(option: str, text: str, width: int) -> list[str]:
 
 def _row(option: str, text: str, width: int, most: int | None = None, column: int = _COLUMN) -> list[str]:
     """Returns an option with its meaning beside it, in at most so many lines."""
+    column = column if column + 24 <= width else 6  # on a narrow terminal the meaning goes below
     indent = " " * column
     if len(option) + 4 > column:
         below = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, max_lines=most and most - 1)

@@ -36,6 +36,8 @@ REMOVED = {
     " checkpoint.allow_changes: [train.num_steps]",
 }
 """Keys of earlier versions, each with its remedy. What a run stored is read without them; anywhere else they are refused."""
+_REMEDIES = REMOVED | {"base": "a file names its base: write base: FILE at the top of one"}
+"""Remedies for keys that people write and that are not settings."""
 
 
 def general(key: str) -> str:
@@ -58,8 +60,8 @@ def unknown_key(root: Any, key: str, siblings: Iterable[str]) -> tuple[str, list
     Keys of the same section come first, then those of the same name in other sections, then similar ones. Keys of a list's
     items are proposed only in the section that has the list.
     """
-    if key in REMOVED:
-        return REMOVED[key], []
+    if key in _REMEDIES:
+        return _REMEDIES[key], []
     above, _, name = key.rpartition(".")
     name, siblings = name.lower(), list(siblings)
     namesakes: dict[str, list[str]] = {}

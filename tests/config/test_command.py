@@ -33,6 +33,7 @@ def _in_a_directory_of_its_own(tmp_path, monkeypatch):
 ARGUMENTS = [
     (["--model.num_layer", "3"], "--model.num_layer: unknown key 'model.num_layer'; did you mean 'model.num_layers'?"),
     (["--modle.num_layers", "3"], "--modle.num_layers: unknown key 'modle'; did you mean 'model'?"),
+    (["--base", "quickstart"], "--base: unknown key 'base'; a file names its base: write base: FILE at the top of one"),
     (["--learning_rate", "3"], "--learning_rate: unknown key 'learning_rate'; did you mean 'optimizer.learning_rate'?"),
     (["--model.", "3"], "--model.: unknown key 'model.'; model has"),
     (["--", "3"], "--: unknown key ''; a configuration has"),
@@ -171,6 +172,12 @@ def test_help_is_short_and_names_the_sections_and_the_manual(capsys, monkeypatch
         == f"{help_text('python -m llamajax.train', Config, TRAIN_OPTIONS)}\n"
     )
     assert len(helped(capsys, "--help", prog="python -m llamajax.generate", root=GenerateConfig).splitlines()) <= 80
+
+
+def test_help_on_a_narrow_terminal_puts_meanings_below(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = help_text("python -m llamajax.train", Config, TRAIN_OPTIONS)
+    assert "\n  --train.num_steps INT\n      Number of optimizer steps.\n" in text
 
 
 def test_the_settings_of_the_short_help_exist_and_their_first_sentences_are_short():
