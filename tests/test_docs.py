@@ -60,7 +60,7 @@ def test_every_block_that_is_left_out_says_why():
 
 
 def test_commands_use_the_environment_that_they_run_in():
-    """What another `python` would import is not what the page describes."""
+    """Another `python` would import other code than the page describes."""
     assert not [
         f"{block.place}: {line}"
         for block in _blocks("sh")
@@ -108,7 +108,7 @@ def test_readme_is_short():
 
 
 def test_ci_runs_the_default_tests():
-    """By a block of the README; `.ci/run` itself runs the slow ones only."""
+    """A block of the README runs the default suite; `.ci/run` itself runs the slow tests only."""
     assert any(".venv/bin/pytest" in block.text and block.reason is None for block in BLOCKS[ROOT / "README.md"])
 
 

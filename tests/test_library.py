@@ -29,7 +29,7 @@ FUNCTIONS = [function for function in FUNCTIONS if not function.__name__.startsw
 
 
 def python(code: str, folder: Path, **variables: str) -> str:
-    """What a program prints that runs in `folder`."""
+    """Runs a program in `folder`; returns its output."""
     env = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     outcome = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
