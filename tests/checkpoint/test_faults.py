@@ -268,6 +268,7 @@ def two_steps(tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
 def test_two_directories_are_not_taken_for_one_run(two_steps, tmp_path):
     """Nothing is set aside although one process lacks the newest step, or a file of it."""
     shutil.copytree(two_steps, tmp_path / "other")

@@ -125,6 +125,7 @@ def test_the_last_state_is_saved_once_there_is_room(disk, config, tmp_path, monk
     assert {event["step"] for event in events if event["event"] == "save"} >= {20, 25, 27}
 
 
+@pytest.mark.slow
 def test_a_run_whose_state_cannot_be_saved_says_so_and_goes_on_from_the_newest(disk, config, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(checkpoint, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None))
     with pytest.raises(SaveError) as caught:

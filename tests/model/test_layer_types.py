@@ -74,8 +74,15 @@ def in_form(stack: StackForm):
     return logits
 
 
+def marks(number: int, remat: str, on_a_mesh: bool):
+    """Each form alone every day; `slow` has each way to save, on a mesh or alone, `long` both."""
+    if remat == "full" and not on_a_mesh:
+        return ()
+    return pytest.mark.slow if remat == "full" or on_a_mesh == (number % 2 == 0) else pytest.mark.long
+
+
 CASES = [
-    pytest.param(stack, remat, kinds, on_a_mesh, marks=pytest.mark.slow if on_a_mesh or remat != "full" else [])
+    pytest.param(stack, remat, kinds, on_a_mesh, marks=marks(number, remat, on_a_mesh))
     for number, (stack, remat) in enumerate(
         itertools.product(("scan", "prefetch", "unrolled"), ("none", "full", "save_attention", "save_attention_qkv_mlp"))
     )

@@ -274,6 +274,7 @@ def test_processes_share_a_folder_of_their_run(tmp_path):
         assert mode(folder) == 0o700
 
 
+@pytest.mark.slow
 def test_processes_that_see_different_folders_keep_nothing(tmp_path):
     """The first would load what the second compiles."""
     for lines in together(["one"], tmp_path / "a", tmp_path / "b"):

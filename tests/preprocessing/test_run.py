@@ -43,6 +43,7 @@ def test_what_it_makes_is_what_training_would_make(tmp_path):
     assert contents(tmp_path / "ahead") == before
 
 
+@pytest.mark.slow
 def test_documents_are_cleaned_by_all_workers_as_training_would(tmp_path):
     config = write_config(tmp_path)
     steps = {"filters": {"min_words": 10}, "exact_duplicates": True, "near_duplicates": {"enabled": True}}
@@ -59,6 +60,7 @@ def test_documents_are_cleaned_by_all_workers_as_training_would(tmp_path):
     assert ahead == alone
 
 
+@pytest.mark.slow
 def test_parts_of_an_array_make_the_same_and_the_last_one_packs(tmp_path, capsys):
     config = write_config(tmp_path)
     run(load_config(config, [f"data.cache_dir={tmp_path / 'one'}"]), {})
@@ -140,7 +142,7 @@ def test_killed_at_any_moment_it_goes_on_and_leaves_no_worker(tmp_path):
     assert made(tmp_path / "killed") == made(tmp_path / "one")
 
 
-@pytest.mark.parametrize("num_signals", [1, 2])
+@pytest.mark.parametrize("num_signals", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_it_and_its_workers(tmp_path, num_signals):
     config = write_config(tmp_path, num_documents=10_000)
     with subprocess.Popen(
@@ -181,6 +183,7 @@ def test_a_wrong_option_is_one_line(tmp_path, option, value, message):
         run(load_config(write_config(tmp_path)), {option: value})
 
 
+@pytest.mark.slow
 def test_ray_is_imported_for_ray_only(tmp_path):
     config = write_config(tmp_path)
     program = (

@@ -96,10 +96,10 @@ def test_a_run_killed_twice_ends_like_the_unbroken_one(unbroken, tmp_path):
     assert_same_end(unbroken, tmp_path / "run")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_killed_twenty_times_ends_like_the_unbroken_one(unbroken, tmp_path):
-    kill_and_resume(unbroken, tmp_path / "run", num_kills=20, seed=1)
+@pytest.mark.parametrize("num_kills", [pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+def test_a_run_killed_again_and_again_ends_like_the_unbroken_one(unbroken, tmp_path, num_kills):
+    kill_and_resume(unbroken, tmp_path / "run", num_kills, seed=1)
     assert_same_end(unbroken, tmp_path / "run")
 
 

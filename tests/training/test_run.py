@@ -310,6 +310,7 @@ def test_a_signal_during_an_evaluation_ends_it_after_the_batch_in_progress(finis
     assert "eval/loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_infinite_end_the_run(finished, tmp_path, monkeypatch):
     """Weights of 1e30 overflow every step: all are skipped, the fifth in a row sends the run back to the beginning, three
     times, and then is the last, evaluations or not."""
@@ -353,7 +354,8 @@ def test_two_thousand_steps_leak_nothing(finished, tmp_path):
     """Memory, files and threads after the last thousand steps, with saves and evaluations, are those before them."""
     num_steps = 2000
     often = {"train.eval_every": 100, "checkpoint.save_every": 100, "checkpoint.keep_last": 2, "profile.start_step": None}
-    config = finished.changed(often | {"run_dir": str(tmp_path / "run"), "train.num_steps": num_steps})
+    quick = {"mesh.fsdp": 8, "mesh.sequence": 1, "mesh.tensor": 1, "train.grad_accum_steps": 1}
+    config = finished.changed(often | quick | {"run_dir": str(tmp_path / "run"), "train.num_steps": num_steps})
     held: list[tuple[int, int, int]] = []
 
     class Watch(train.StopSignal):

@@ -113,6 +113,7 @@ def some_documents(rng: np.random.Generator, dtype: str) -> list[list[list[int]]
     ] + [[[limits.max], [limits.min]]]
 
 
+@pytest.mark.slow
 def test_megatrons_own_code_agrees(tmp_path):
     """Files byte for byte, what is read from them, splits and the choice of dtype; of any documents."""
     if importlib.util.find_spec("megatron") is None:
