@@ -169,8 +169,13 @@ def test_a_disk_with_room_for_three_steps_keeps_the_newest_two(tmp_path, config,
     assert steps_in(here) == [20, 30, 40]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (errno.EIO, errno.EACCES)),
+        pytest.param(errno.ESTALE, marks=pytest.mark.long),
+    ],
+)
 def test_a_host_whose_disk_is_dead_has_nothing_and_the_run_goes_on(tmp_path, config, number, monkeypatch):
     here = fill(tmp_path / "run", config, shared=[10], local=[20])
 

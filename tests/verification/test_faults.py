@@ -67,7 +67,7 @@ SLOW_FAULTS = [
     (
         faults.never_summed("final_norm", "sequence"),
         "1 gradient of final_norm.scale",
-        "gradient of final_norm.scale has copies that differ along sequence: what its",
+        "gradient of final_norm.scale has copies that differ along sequence: its devices did not sum",
     ),
     (faults.lost_scatter("fsdp"), "1 gradient of head", "differs only where fsdp is 1 of 0 to 1"),
     (faults.scaled_sum("fsdp", lambda n: n), "1 tokens", "summed once too often over fsdp or sequence or tensor or micro"),
