@@ -79,7 +79,7 @@ def reference(config: Config) -> list[dict[str, np.ndarray]]:
 
 
 def cases():
-    """A few every day; `slow` has half of the meshes with one number of micro-batches, `long` all with all three."""
+    """A few every day; `slow` has most meshes with one number of micro-batches, `long` all with all three."""
     for number, sizes in enumerate(MESHES):
         for accumulation in (1, 2, 4):
             everyday = (sizes, accumulation) in EVERYDAY
