@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax import P
 
+from llamajax import disk
 from llamajax.checkpoint import local_tier
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.training import CheckpointConfig
@@ -169,14 +170,9 @@ def test_a_disk_with_room_for_three_steps_keeps_the_newest_two(tmp_path, config,
     assert steps_in(here) == [20, 30, 40]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        *(pytest.param(number, marks=pytest.mark.slow) for number in (errno.EIO, errno.EACCES)),
-        pytest.param(errno.ESTALE, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 def test_a_host_whose_disk_is_dead_has_nothing_and_the_run_goes_on(tmp_path, config, number, monkeypatch):
+    monkeypatch.setattr(disk, "_PAUSES_S", (0, 0, 0))
     here = fill(tmp_path / "run", config, shared=[10], local=[20])
 
     def dead(call):
