@@ -1,5 +1,6 @@
-"""Evaluate a model: `python -m llamajax.evaluate --model RUN` for its loss on held-out documents, or
-`--tasks hellaswag,arc_easy` for its results in lm-evaluation-harness.
+"""Evaluate a model: `python -m llamajax.evaluate --model RUN`.
+
+Without further options on its held-out documents; with `--tasks hellaswag,arc_easy` in lm-evaluation-harness.
 """
 
 from llamajax.config.command import parse_args

@@ -199,7 +199,7 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
         The continuations without their prompts, `num_samples` for each prompt, in the order of the prompts.
 
     Raises:
-        ConfigError: a setting breaks a rule, or `model` is no model.
+        ConfigError: a setting breaks a rule, `model` is no model, or there is no prompt.
         DataError: a prompt is too long.
         CheckpointError: the checkpoint is damaged.
 
@@ -217,9 +217,11 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
 
     given = model.loaded.pretrained.source if isinstance(model, Model) else model
     several = [prompts] if isinstance(prompts, str) else prompts
+    if not several:
+        raise ConfigError("prompts: there is none; give a text, or a list of texts")
     config = _settings(GenerateConfig, settings | {"model": os.fspath(given), "prompt": list(several)})
-    if config.is_talk or config.output is not None or config.prompts_file is not None:
-        raise ConfigError("prompts: this function needs prompts, and returns the texts; leave output and prompts_file out")
+    if config.output is not None or config.prompts_file is not None:
+        raise ConfigError("prompts: this function takes prompts and returns the texts; leave output and prompts_file out")
     with _guest():
         opened = model.loaded if isinstance(model, Model) else run.open_model(config)
         encoded = run.encode(config, opened, run.read_all_prompts(config))

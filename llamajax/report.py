@@ -1,4 +1,4 @@
-"""Write a page about a run: `python -m llamajax.report RUN [--output FILE]`, or print its figures as JSON."""
+"""Write a page about a run, or print its figures: `python -m llamajax.report RUN`."""
 
 import argparse
 import os

@@ -218,7 +218,14 @@ def _prose(text: str) -> str:
 
 def commands() -> str:
     """Returns the page of every command."""
-    lines = ["# Commands", "", NOTE, "", "Commands that take settings share these options:", "", "| option | meaning |"]
+    lines = [
+        "# Commands",
+        "",
+        NOTE,
+        "",
+        "`python -m llamajax` lists the commands. Those that take settings share these options:",
+    ]
+    lines += ["", "| option | meaning |"]
     lines += ["|---|---|"]
     shared = {
         "--config FILE": "YAML file, or the name of a shipped configuration, such as `quickstart`. `train`, `preprocess`,"

@@ -27,7 +27,7 @@ ORDER = (
     "config", "estimates", "processes", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint",
     "weights", "preprocessing", "planning", "generation", "evaluation", "verification", "training",
     ("results", "library"),
-    ("train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report"),
+    ("train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report", "__main__"),
     "converters",
 )  # fmt: skip
 """The rooms of the house, from the ground up: words for everybody, folders, commands, and what stands beside the package.

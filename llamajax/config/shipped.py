@@ -40,8 +40,8 @@ def no_config(text: str) -> str:
     """Returns the message for a name that `find_config` does not find."""
     known = names()
     close = difflib.get_close_matches(text, [*known, *os.listdir()], n=1)
-    guess = f"did you mean {show_path(close[0])}? " if close else ""
-    return f"no such file or shipped configuration; {guess}Shipped configurations: {', '.join(known)}"
+    guess = f"did you mean {show_path(close[0])}? Shipped" if close else "shipped"
+    return f"no such file or shipped configuration; {guess} configurations: {', '.join(known)}"
 
 
 def find_base(text: str, beside: str) -> str | None:

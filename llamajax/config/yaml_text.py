@@ -130,7 +130,8 @@ def read_one(path: str, problems: Problems, before: int = 0) -> Node:
         close = [show_path(os.path.join(folder, other)) for other in difflib.get_close_matches(base, others, n=1)]
         problems.stop(whole, "no such file" + (f"; did you mean {close[0]}?" if close else ""))
     except (OSError, ValueError) as error:  # ValueError: a path that contains NUL
-        problems.stop(whole, f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}")
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        problems.stop(whole, f"cannot be read: {reason}; name a YAML file that you may read")
     if len(data) > MAX_BYTES:
         problems.stop(whole, "is larger than 1 MiB, so this cannot be a configuration")
 

@@ -322,9 +322,9 @@ def test_a_file_that_cannot_be_read_is_one_line(capsys):
         ("folder/x", "folder/x: no such file"),
         ("nowhere/x", "nowhere/x: no such file"),
         (f"{'nowhere/' * 20}my.yaml", f"{'nowhere/' * 20}my.yaml: no such file"),
-        ("folder", "folder: cannot be read: Is a directory"),
-        ("my.yaml/x", "my.yaml/x: cannot be read: Not a directory"),
-        ("a\0b", "'a\\x00b': cannot be read: embedded null byte"),
+        ("folder", "folder: cannot be read: Is a directory; name a YAML file that you may read"),
+        ("my.yaml/x", "my.yaml/x: cannot be read: Not a directory; name a YAML file that you may read"),
+        ("a\0b", "'a\\x00b': cannot be read: embedded null byte; name a YAML file that you may read"),
         ("", "--config: needs a value; write --config FILE, or --help for the settings"),
     ):
         assert refuse(capsys, None, "--config", path) == [expected]
