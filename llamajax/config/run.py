@@ -28,6 +28,7 @@ from llamajax.config.parallel import (
 )
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Seed, Settings
+from llamajax.config.stages import pipeline_problems
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError, show
@@ -171,7 +172,7 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
-        return problems
+        return [*problems, *pipeline_problems(self, axes)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
         """Returns one `key: rule; remedy` line for each reason why rows that axes of these sizes split cannot take `form`.

@@ -229,14 +229,15 @@ class Stack:
 
             again = jax.checkpoint(run, policy=self.made_first, prevent_cse=False)
             _, pull_back = jax.vjp(again, stand_ins(own), kept)
-            pull_back, meanwhile = jax.lax.optimization_barrier((pull_back, meanwhile))
+            if jax.tree.leaves(meanwhile):
+                pull_back, meanwhile = jax.lax.optimization_barrier((pull_back, meanwhile))
             d_own, dx = pull_back(dx)
             return (d_own,), dx, meanwhile
         d_weights: list[Any] = []
         for own, own_kept in reversed(list(zip(weights, kept, strict=True))):
             d_own, dx = own_kept.pull_back((own, shared))(dx)
             d_weights.insert(0, d_own)
-            if len(d_weights) == 1:
+            if len(d_weights) == 1 and jax.tree.leaves(meanwhile):
                 d_weights, dx, meanwhile = jax.lax.optimization_barrier((d_weights, dx, meanwhile))
         return tuple(d_weights), dx, meanwhile
 

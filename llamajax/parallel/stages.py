@@ -26,23 +26,6 @@ def num_stages() -> int:
     return jax.sharding.get_abstract_mesh().shape[STAGE]
 
 
-def layers_of_stages(num_layers: int, stages: int, chunks: int) -> np.ndarray:
-    """Returns the indices of the layers in the slots of every stage, int [stages, chunks, slots]; -1 for an empty slot.
-
-    Chunk c of stage s follows chunk c of stage s - 1. Where the layers do not fill all slots, the chunks at the ends of the
-    model have one layer fewer, because embedding and head work there too.
-    """
-    groups = stages * chunks
-    slots = -(-num_layers // groups)
-    from_the_ends = sorted(range(groups), key=lambda group: (min(group, groups - 1 - group), group))
-    counts = np.full(groups, slots)
-    counts[from_the_ends[: groups * slots - num_layers]] -= 1
-    starts = np.cumsum(counts) - counts
-    slot = np.arange(slots)
-    layers = np.where(slot < counts[:, None], starts[:, None] + slot, -1)
-    return layers.reshape(chunks, stages, slots).swapaxes(0, 1)
-
-
 def is_staged(spec: P) -> bool:
     """Returns whether an array with this spec is the weight of a layer of every stage, [p, ...]."""
     return spec.partitions[:1] == (STAGE,)
@@ -143,7 +126,7 @@ def exchange(stacked: jax.Array, layers: np.ndarray) -> list[jax.Array]:
 
     Args:
         stacked: weights of all layers, in order.
-        layers: result of `layers_of_stages`.
+        layers: result of `llamajax.config.stages.layers_of_stages`, as an array.
     """
     lies = jax.typeof(stacked).sharding.spec
     p, chunks, num_slots = layers.shape

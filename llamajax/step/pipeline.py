@@ -21,14 +21,15 @@ from jax import P
 
 from llamajax.config.model import Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig
+from llamajax.config.stages import EMPTY, layers_of_stages
 from llamajax.model import Llama
 from llamajax.model.attention import Rows
 from llamajax.model.llama import Activations, first_activations, stack_forms
 from llamajax.parallel.pipeline_schedule import PipelineSchedule, Unit
 from llamajax.parallel.sequence import in_order, laid_out
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.stack import Stack
-from llamajax.parallel.stages import by_stage, layers_of_stages, num_stages, share_tokens, shared_ids, shift, specs
+from llamajax.parallel.stack import Part, Stack
+from llamajax.parallel.stages import by_stage, num_stages, share_tokens, shared_ids, shift, specs
 from llamajax.parallel.tensor import residual_spec, shared_axes
 from llamajax.parallel.vocabulary import look_up
 from llamajax.step.batch import IGNORE, Batch
@@ -145,7 +146,8 @@ class _Stages:
         batch |= {name: in_order(batch[name], parallel.sequence) for name in ("tokens", "targets")}
         lies = residual_spec((schedule.stages * B, T), spec("batch", "seq"))
         shape = (schedule.stages * B, T, model.config.embed_dim)
-        stack = Stack.of(**stack_forms(parallel, remat, jax.ShapeDtypeStruct(shape, model.config.compute_dtype, sharding=lies)))
+        forms = stack_forms(parallel, remat, jnp.zeros(shape, model.config.compute_dtype, out_sharding=lies))
+        forms["parts"] = [_skipping(part) for part in forms["parts"]]
         used: Any = (model if copies is None else copies).layers
         targets = None
         if parallel.pipeline_head == "shared":
@@ -155,9 +157,9 @@ class _Stages:
         return _Stages(
             model=model,
             slots=tuple(layer.by_parts() for layer in used),
-            layers=layers_of_stages(model.config.num_layers, schedule.stages, schedule.chunks),
+            layers=np.array(layers_of_stages(model.config.num_layers, schedule.stages, schedule.chunks)),
             schedule=schedule,
-            stack=stack,
+            stack=Stack.of(**forms),
             batch=batch,
             targets=targets,
             parallel=parallel,
@@ -338,10 +340,31 @@ class _Stages:
 
         return layer.with_parts(_add(layer.by_parts(), d_weights, add))
 
-    def _shared(self, slot: int, tick: jax.Array, unit_of: UnitOf, rows: tuple[Rows, ...]) -> Rows:
-        """Returns the data that the layer in a slot needs besides its weights."""
-        layer = int(self.layers[:, :, slot].max())  # every stage's layer in this slot has the same kind of rows
-        return rows[layer % len(rows)]
+    def _shared(self, slot: int, tick: jax.Array, unit_of: UnitOf, rows: tuple[Rows, ...]) -> tuple[Rows, jax.Array | None]:
+        """Returns the data that the layer in a slot needs besides its weights, for `_skipping`."""
+        layers = self.layers[:, :, slot]
+        own_rows = rows[int(layers.max()) % len(rows)]  # all stages have layers of one kind in a slot
+        if (layers != EMPTY).all():
+            return own_rows, None
+
+        def has_layer(stage: jax.Array, tick: jax.Array, ids: jax.Array) -> jax.Array:
+            own = jnp.asarray(layers != EMPTY)[stage, unit_of(tick, stage).chunk]
+            return jnp.broadcast_to(own, ids.shape[1:2])
+
+        return own_rows, by_stage(has_layer, tick, self.batch["tokens"], out_specs=spec("batch"))
+
+
+def _skipping(part: Part) -> Part:
+    """Returns the part of a layer, which leaves rows as they are where the slot is empty."""
+
+    def run(weights: Any, x: Any, shared: tuple[Rows, jax.Array | None]) -> Any:
+        rows, has_layer = shared
+        y = part(weights, x, rows)
+        if has_layer is None:
+            return y
+        return jax.tree.map(lambda y, x: jnp.where(jnp.expand_dims(has_layer, range(1, x.ndim)), y, x), y, x)
+
+    return run
 
 
 def _add(total: Any, own: Any, how: Callable[[jax.Array, jax.Array], jax.Array] | None = None) -> Any:

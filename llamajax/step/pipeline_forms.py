@@ -6,7 +6,6 @@ from llamajax.config.parallel import HeadForm, PipelineForm
 from llamajax.config.run import Config
 from llamajax.estimates.formulas import DTYPE_BYTES, computed_model, layer_matrices, layer_matrix_bytes
 from llamajax.estimates.gpus import Gpu
-from llamajax.units import format_duration
 
 
 def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple[PipelineForm, int, str]:
@@ -29,7 +28,7 @@ def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> t
     waits = {n: _waiting_seconds(config, axes, gpu, n) for n in (1, *chunks)}
     best = min(chunks if parallel.pipeline == "interleaved" else waits, key=lambda n: waits[n])
     other = 1 if best > 1 else min(chunks, key=lambda n: waits[n])
-    told = {n: f"{format_duration(waits[n])} with {n} chunk{'s' if n > 1 else ''} per stage" for n in (best, other)}
+    told = {n: f"{waits[n]:.2g} s with {n} chunk{'s' if n > 1 else ''} per stage" for n in (best, other)}
     return ("interleaved" if best > 1 else "1f1b"), best, f"stages wait and copy for {told[best]}, {told[other]}"
 
 
@@ -68,5 +67,5 @@ def head_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple
     if stages > 1 and config.hardware.nodes > 1 and gpu.node_bandwidth is not None:
         link = gpu.node_bandwidth / config.hardware.gpus_per_node
     sent_s = 2 * part * numbers * width / link
-    told = f"sharing saves {format_duration(saved_s)} of a micro-batch and sends for {format_seconds(sent_s)}"
+    told = f"sharing saves {1000 * saved_s:.2g} ms per micro-batch and sends for {1000 * sent_s:.2g} ms"
     return ("shared" if saved_s > sent_s else "last"), told

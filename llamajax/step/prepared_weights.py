@@ -4,13 +4,15 @@ they are gathered once, and their gradients are reduced once."""
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from llamajax.config.run import Config
+from llamajax.config.stages import layers_of_stages
 from llamajax.model import Llama
 from llamajax.parallel.float8 import E4M3
-from llamajax.parallel.stages import exchange, layers_of_stages, num_stages
+from llamajax.parallel.stages import exchange, num_stages
 from llamajax.parallel.zero import DATA, gathered, in_float8, summed_late, token_axes, whole_over_data, with_value
 
 
@@ -40,7 +42,7 @@ def prepare(config: Config, model: Llama) -> Llama:
 
 def in_slots(model: Llama, chunks: int, dtype: DTypeLike) -> Llama:
     """Returns the weights as stored, with the layers in the slots of the stages of a pipeline; matrices in `dtype`."""
-    table = layers_of_stages(model.config.num_layers, num_stages(), chunks)
+    table = np.array(layers_of_stages(model.config.num_layers, num_stages(), chunks))
 
     def slots_of(param: nnx.Param) -> list[nnx.Param]:
         stored = param[...] if param.compute is None else param[...].astype(dtype)
