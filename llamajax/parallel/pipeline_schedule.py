@@ -34,7 +34,7 @@ class PipelineSchedule:
     stages: int
     micro_batches: int
     chunks: int = 1
-    delay: int = 1
+    delay: int = 2
     """Ticks between the forward pass of a micro-batch through the last stage and its backward pass there."""
 
     @property

@@ -80,20 +80,23 @@ def accumulate(
         return (shift(y, 1), write(kept, list(map(jax.tree.leaves, own)), tick)), None
 
     def both(carry: Any, tick: jax.Array) -> tuple[Any, None]:
-        came, (sent_back, of_last), kept, grads, sums = jax.lax.optimization_barrier(carry)
+        (came, y), (sent_back, of_last), kept, grads, sums = jax.lax.optimization_barrier(carry)
         x, forward = stages.forward(tick, came)
         read, dx, backward = stages.backward(tick, kept, trees, stages.last_or(tick, of_last, shift(sent_back, -1)))
         own: Leaves = []
         for slot in range(num_slots):
-            x, of_layer = forward(slot, x)
+            if 0 < slot < num_slots - 1:
+                x, dx = jax.lax.optimization_barrier((x, dx))
+            # The last two forward passes share a barrier, so that the last backward pass hides the permute and the loss.
+            for ahead in range(len(own), min(slot + 1 + (slot >= num_slots - 2), num_slots)):
+                x, of_layer = forward(ahead, x)
+                own.append(jax.tree.leaves(of_layer))
             dx, grads = backward(num_slots - 1 - slot, dx, grads)
-            x, dx = jax.lax.optimization_barrier((x, dx))
-            own.append(jax.tree.leaves(of_layer))
         # A slot is written after it is read, so that it is written in place.
         own = jax.tree.map(lambda own, read: jax.lax.optimization_barrier((own, read))[0], own, read)
-        of_last, grads, sums = stages.end(tick, x, grads, sums)
+        of_last, grads, sums = stages.end(tick - 1, y, grads, sums)
         grads = stages.embed_back(tick, dx, grads)
-        return (shift(x, 1), (dx, of_last), write(kept, own, tick), grads, sums), None
+        return ((shift(x, 1), x), (dx, of_last), write(kept, own, tick), grads, sums), None
 
     def drain(carry: Any, tick: jax.Array) -> tuple[Any, None]:
         (sent_back, of_last), kept, grads = jax.lax.optimization_barrier(carry)
@@ -104,8 +107,12 @@ def accumulate(
 
     filled, drained = schedule.fill, schedule.units + schedule.stages - 1
     (came, kept), _ = jax.lax.scan(fill, (nothing, room), jnp.arange(filled))
-    carry = came, (nothing, nothing), kept, *zeros
-    (_, back, kept, grads, sums), _ = jax.lax.scan(both, carry, jnp.arange(filled, drained))
+    carry = (came, nothing), (nothing, nothing), kept, *zeros
+    ((_, y), back, kept, grads, sums), _ = jax.lax.scan(both, carry, jnp.arange(filled, drained))
+    ((dx, of_last), kept, grads), _ = drain((back, kept, grads), jnp.int32(drained))
+    of_last, grads, sums = stages.end(jnp.int32(drained - 1), y, grads, sums)
+    back = dx, of_last
+    drained = drained + 1
     (_, _, grads), _ = jax.lax.scan(drain, (back, kept, grads), jnp.arange(drained, schedule.ticks))
     return grads, sums
 

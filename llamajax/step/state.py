@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from llamajax.config.parallel import axes_of
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise
+from llamajax.parallel.sharding import axes_in
 from llamajax.parallel.stages import STAGE, num_stages
 from llamajax.parallel.zero import DATA, split_over
 from llamajax.step.frozen import partition
@@ -66,6 +68,8 @@ def _split_further(config: Config, model: Llama) -> Llama:
     split, columns = jax.tree.map(lambda weight: weight, model), config.model.num_layers % num_stages() != 0
     # Layers exchange columns between stages first, and embedding and head are joined over `data` first: the innermost axis.
     split.layers = split_over(split_over(split.layers, data), stages if columns else ())
+    if axes_in(jax.typeof(split.embedding[...]).sharding.spec[1:]) != set(axes_of("embed")):
+        stages = ()  # devices exchange parts of such a table when they gather it
     split.embedding = split_over(split_over(split.embedding, stages), data)
     split.head = None if split.head is None else split_over(split_over(split.head, stages), data)
     return split
