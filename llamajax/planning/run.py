@@ -32,7 +32,8 @@ PAGES = ("--picture",)
 def run(config: Config, options: Mapping[str, str]) -> None:
     """Plans `config`, prints the plan and writes the files that `options` names.
 
-    Of a run in stages, the stage with the longest rows is planned for all steps: its step takes the most memory.
+    Of a run in stages, the stage with the longest rows is planned for all steps: its step takes the most memory. Of a run
+    with a ramp of its batch, the full batch is planned for all steps.
 
     Args:
         config: the run.
@@ -57,6 +58,12 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     if len(lengths) > 1:
         others = f"--sweep data.seq_len={','.join(map(str, lengths))} compares all lengths"
         log(f"stages     planned with rows of {lengths[-1]:,} tokens, the longest, for the tokens of all stages; {others}")
+    if ramp := asked.ramp_arithmetic():
+        until_full = asked.tokens_after(asked.train.batch_phases[-1].from_step)
+        days = told["days"] * until_full / told["token_budget"]
+        log(
+            f"ramp       {ramp}, which take {days:,.1f} days if smaller steps take time in proportion to their micro-batches"
+        )
     write_output(options, "--json", lambda: json.dumps(told, indent=1))
     write_output(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
     write_output(options, "--hlo", lambda: plan.chosen.step.hlo)
@@ -64,7 +71,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
 
 
 def check(config: Config, sweep: str | None) -> tuple[Config, Sweep | None]:
-    """Returns the run in its longest rows, and the sweep, once both can be planned; keeps jax away from GPUs.
+    """Returns the run in its largest steps, and the sweep, once both can be planned; keeps jax away from GPUs.
 
     Raises:
         ConfigError: no GPU is named, the cluster cannot be divided this way, or the sweep is wrong.
@@ -73,7 +80,7 @@ def check(config: Config, sweep: str | None) -> tuple[Config, Sweep | None]:
     planned_gpu(config.hardware)
     if problems := plan_problems(config):
         raise ConfigError("\n".join(problems))
-    config = config.in_longest_rows()
+    config = config.in_largest_steps()
     return config, None if sweep is None else read_sweep(sweep, config)
 
 
