@@ -61,9 +61,8 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     if ramp := asked.ramp_arithmetic():
         until_full = asked.tokens_after(asked.train.batch_phases[-1].from_step)
         days = told["days"] * until_full / told["token_budget"]
-        log(
-            f"ramp       {ramp}, which take {days:,.1f} days if smaller steps take time in proportion to their micro-batches"
-        )
+        scaled = "where a smaller step takes time in proportion to its micro-batches"
+        log(f"ramp       {ramp}, which take {days:,.1f} days {scaled}")
     write_output(options, "--json", lambda: json.dumps(told, indent=1))
     write_output(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
     write_output(options, "--hlo", lambda: plan.chosen.step.hlo)

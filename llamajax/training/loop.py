@@ -157,7 +157,7 @@ class _Progress:
         if self._stage != before[0]:
             console.log(f"stage      {described(data, self._stage)}")
         if self._phase != before[1]:
-            console.log(f"batch      {described_phase(train, self._phase)}")
+            console.log(f"phase      {described_phase(train, self._phase)}")
         if self._trainer.programs.find(*self._kind_of_batch) is None:
             with self._trainer.watchdog.phase("compile"), self._writer.pause("compiling"):
                 compilation = self._trainer.programs.compile(*self._kind_of_batch)

@@ -12,7 +12,7 @@ from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.kernels.choice import compute_capability
 from llamajax.planning.scheduling import Compilation, compile_here, resolve_here
-from llamajax.step.compile import lower, told
+from llamajax.step.compile import Option, lower, told
 from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve
 from llamajax.step.state import abstract_state
 from llamajax.watch import console
@@ -73,10 +73,12 @@ def compile_steps(runs: Mapping[int, ResolvedRun]) -> dict[int, Compilation]:
     return compilations
 
 
-def _compile(run: ResolvedRun, which: str) -> Compilation:
+def _compile(run: ResolvedRun, which: str, known: Mapping[str, Option] | None = None) -> Compilation:
+    """Compiles a step and logs a line about it, and one about its options unless they are the `known` ones."""
     started = time.monotonic()
     compilation = compile_here(run, lower(run, abstract_state(run.config)))
-    console.log(f"options    {which}{told(compilation.options, jax.devices()[0].device_kind)}")
+    if compilation.options != known:
+        console.log(f"options    {which}{told(compilation.options, jax.devices()[0].device_kind)}")
     programs = jax.config.values["jax_compilation_cache_dir"]
     came = f", loaded from {programs}" if compilation.from_cache else ""
     memory = console.memory_summary(compilation.step)
@@ -108,7 +110,8 @@ class Programs:
         together."""
         full = self._runs[seq_len]
         run = dataclasses.replace(full, config=full.config.in_steps_of(seq_len, batch_size))
-        self._of_phase = {(seq_len, batch_size): _compile(run, f"batches of {batch_size:,} sequences: ")}
+        which = f"batches of {batch_size:,} sequences: "
+        self._of_phase = {(seq_len, batch_size): _compile(run, which, self.full[seq_len].options)}
         return self._of_phase[seq_len, batch_size]
 
 
