@@ -14,12 +14,12 @@ class BatchRampConfig(Section):
     of Megatron-LM's `--rampup-batch-size`; without them, all steps have the full batch."""
 
     start: PositiveIntOrUnset = None
-    """Sequences of the first step."""
+    """Sequences of the first step; unset: no ramp."""
     increment: PositiveIntOrUnset = None
-    """Sequences that each increment adds."""
+    """Sequences that each increment adds to the batch. It divides the growth, and micro-batches divide it."""
     sequences: PositiveIntOrUnset = None
-    """Number of sequences after which the batch is full. The increments are spread evenly over them, and a step has all
-    increments that the sequences of earlier steps have reached."""
+    """Sequences over which the increments are spread evenly. The earlier steps' sequences decide the size of a batch, which is
+    full after this many: 5859375 are 12 billion tokens in rows of 2,048."""
 
     def broken_rules(self) -> Iterator[str]:
         numbers = {"start": self.start, "increment": self.increment, "sequences": self.sequences}

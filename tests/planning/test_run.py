@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.data import StageConfig
 from llamajax.config.file import dump_config
 from llamajax.config.machine import HardwareConfig, PlannedGpu
@@ -63,6 +64,21 @@ def test_a_plan_that_does_not_fit_is_a_plan(planned, monkeypatch, capsys):
     monkeypatch.setattr(plan, "make_plan", lambda config, **_: plans.plan(config=config, peak_bytes=90 * plans.GIB))
     assert plan.main(plans.CONFIG, options={}) == 0
     assert capsys.readouterr().out.startswith("verdict    does not fit")
+
+
+def test_of_a_run_with_a_ramp_the_full_batch_is_planned(planned, tmp_path, capsys):
+    ramp, output = BatchRampConfig(start=16, increment=16, sequences=128), tmp_path / "a.json"
+    changes = {"train.global_batch_ramp": ramp, "train.grad_accum_steps": 2, "train.num_steps": 28}
+    config = plans.CONFIG.changed(changes | {"hardware.token_budget": None})
+    assert plan.main(config, options={"--json": str(output)}) == 0
+    told, seq_len = json.loads(output.read_text()), config.data.seq_len
+    assert (told["tokens_per_step"], told["token_budget"]) == (32 * seq_len, (8 * 16 + 20 * 32) * seq_len)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "ramp       16 to 32 sequences by 16 in 2 phases; full after 8 of 28 steps, 128 sequences and 131k"
+    )
+    days = f"{told['days'] * 4 / 24:,.1f} days"
+    assert last.endswith(f" tokens, which take {days} where a smaller step takes time in proportion to its micro-batches")
 
 
 def test_of_a_run_in_stages_the_longest_rows_are_planned(planned, tmp_path, capsys):
