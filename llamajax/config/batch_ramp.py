@@ -18,8 +18,8 @@ class BatchRampConfig(Section):
     increment: PositiveIntOrUnset = None
     """Sequences that each increment adds to the batch. It divides the growth, and micro-batches divide it."""
     sequences: PositiveIntOrUnset = None
-    """Sequences over which the increments are spread evenly. The earlier steps' sequences decide the size of a batch, which is
-    full after this many: 5859375 are 12 billion tokens in rows of 2,048."""
+    """Sequences over which the increments are spread evenly. The sequences of all earlier steps decide the size of a batch,
+    which is full after this many: 5859375 are 12 billion tokens in rows of 2,048."""
 
     def broken_rules(self) -> Iterator[str]:
         numbers = {"start": self.start, "increment": self.increment, "sequences": self.sequences}

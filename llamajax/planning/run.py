@@ -20,6 +20,7 @@ from llamajax.planning.report import figures, picture, text
 from llamajax.planning.search import Sweep, read_sweep, run_sweep
 from llamajax.planning.xla.compile import CompilerMissingError, check_compiler, prepare_environment
 from llamajax.processes.exit import exit_code
+from llamajax.units import format_duration
 from llamajax.watch.console import log, waiting
 from llamajax.watch.option_files import check_outputs, write_output
 
@@ -60,9 +61,9 @@ def run(config: Config, options: Mapping[str, str]) -> None:
         log(f"stages     planned with rows of {lengths[-1]:,} tokens, the longest, for the tokens of all stages; {others}")
     if ramp := asked.ramp_arithmetic():
         until_full = asked.tokens_after(asked.train.batch_phases[-1].from_step)
-        days = told["days"] * until_full / told["token_budget"]
-        scaled = "where a smaller step takes time in proportion to its micro-batches"
-        log(f"ramp       {ramp}, which take {days:,.1f} days {scaled}")
+        seconds = 24 * 3600 * told["days"] * until_full / told["token_budget"]
+        scaled = "if smaller steps take time in proportion to their micro-batches"
+        log(f"ramp       {ramp}, which take {format_duration(seconds)} {scaled}")
     write_output(options, "--json", lambda: json.dumps(told, indent=1))
     write_output(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
     write_output(options, "--hlo", lambda: plan.chosen.step.hlo)

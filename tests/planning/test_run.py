@@ -16,6 +16,7 @@ from llamajax.estimates.formulas import num_params
 from llamajax.plan import main as plan_command
 from llamajax.planning import run as plan
 from llamajax.planning.xla import compile as planning_compile
+from llamajax.units import format_duration
 from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning import plans
 from tests.tiny import tiny_config
@@ -74,11 +75,11 @@ def test_of_a_run_with_a_ramp_the_full_batch_is_planned(planned, tmp_path, capsy
     told, seq_len = json.loads(output.read_text()), config.data.seq_len
     assert (told["tokens_per_step"], told["token_budget"]) == (32 * seq_len, (8 * 16 + 20 * 32) * seq_len)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(
-        "ramp       16 to 32 sequences by 16 in 2 phases; full after 8 of 28 steps, 128 sequences and 131k"
+    took = format_duration(24 * 3600 * told["days"] * 4 / 24)
+    assert last == (
+        "ramp       16 to 32 sequences by 16 in 2 phases; full after 8 of 28 steps, 128 sequences and 131k tokens, which"
+        f" take {took} if smaller steps take time in proportion to their micro-batches"
     )
-    days = f"{told['days'] * 4 / 24:,.1f} days"
-    assert last.endswith(f" tokens, which take {days} where a smaller step takes time in proportion to its micro-batches")
 
 
 def test_of_a_run_in_stages_the_longest_rows_are_planned(planned, tmp_path, capsys):
