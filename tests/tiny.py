@@ -57,6 +57,6 @@ def to_device(config: Config, rows: dict[str, np.ndarray]) -> dict[str, jax.Arra
     """Rows [B, T] as the batch of micro-batches that a step takes, on the current mesh."""
     A = config.train.grad_accum_steps
     return {
-        name: jax.device_put(x.reshape(A, x.shape[0] // A, x.shape[1]), spec(None, "batch", "seq"))
+        name: jax.device_put(x.reshape(A, x.shape[0] // A, x.shape[1]), spec(None, "micro_batch", "seq"))
         for name, x in rows.items()
     }

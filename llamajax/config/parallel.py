@@ -14,6 +14,8 @@ TensorForm = Literal["auto", "collective", "ring"]
 StackForm = Literal["auto", "scan", "prefetch", "unrolled"]
 SequenceForm = Literal["auto", "gather", "ring", "ulysses"]
 Reduction = Literal["auto", "micro", "step"]
+PipelineForm = Literal["auto", "1f1b", "interleaved"]
+HeadForm = Literal["auto", "shared", "last"]
 ZeroStage = Annotated[int, Bound(lambda value: value in (1, 2, 3), "must be 1, 2 or 3")]
 ZeroStageOrNone = Annotated[int, Bound(lambda value: value in (0, 1), "must be 0 or 1")]
 AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be positive, or -1 for the rest")]
@@ -24,10 +26,13 @@ class MeshConfig(Section):
     """Number of devices along each mesh axis; `-1` on one axis takes the rest."""
 
     # The only ordered list of axes, outer to inner: the more an axis communicates, the closer its devices are.
-    # `splits` are the dims of arrays that an axis splits.
-    data: AxisSize = field(default=1, metadata={"splits": ("batch",)})
+    # `splits` are the dims of arrays that an axis splits. `micro_batch` is the rows of one micro-batch; `batch` is the rows
+    # that devices compute at once, for every stage of a pipeline those of another micro-batch.
+    pipeline: AxisSize = field(default=1, metadata={"splits": ("batch", "layers")})
+    """Stages of a pipeline. Each holds some of the layers, and all of them work at once, on different micro-batches."""
+    data: AxisSize = field(default=1, metadata={"splits": ("batch", "micro_batch")})
     """Data-parallel replicas. Each holds the whole (sharded) state, unless `parallel.zero_data` splits that too."""
-    fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "embed", "embed_tensor")})
+    fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "micro_batch", "embed", "embed_tensor")})
     """Shards of parameters, gradients and optimizer state (ZeRO). The axis also splits the batch."""
     sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq", "embed", "embed_tensor")})
     """Shards of the sequence (context parallelism). The devices of this axis have different tokens, so they shard the state
@@ -66,13 +71,13 @@ class MeshConfig(Section):
 _SPLITS: dict[str, tuple[str, ...]] = {
     axis.name: axis.metadata["splits"] for axis in dataclasses.fields(MeshConfig) if "splits" in axis.metadata
 }
-_DIMS = (*dict.fromkeys(dim for dims in _SPLITS.values() for dim in dims), "head_dim", "layers")
+_DIMS = (*dict.fromkeys(dim for dims in _SPLITS.values() for dim in dims), "head_dim")
 AXES = tuple(_SPLITS)
 """Names of the mesh axes, outer to inner."""
 
 
 def axes_of(dim: str) -> tuple[str, ...]:
-    """Returns the mesh axes that split a dim, outer to inner; no axes for `head_dim` and `layers`.
+    """Returns the mesh axes that split a dim, outer to inner; no axes for `head_dim`.
 
     Raises:
         ValueError: no array has such a dim.
@@ -127,12 +132,26 @@ class ParallelConfig(Section):
     """How tokens reach the matmuls that `mesh.tensor` splits, and how their sums return. `collective` gathers before and
     scatters after. `ring` passes tokens and sums from device to device while devices multiply."""
 
+    pipeline: PipelineForm = "auto"
+    """Order in which the stages of `mesh.pipeline` work. `1f1b`: each stage has consecutive layers. `interleaved`: each has
+    several chunks of layers, so that stages wait less at the start and end of a step, and send more often; the accumulation
+    steps must be a multiple of the stages."""
+    pipeline_chunks: PositiveIntOrUnset = None
+    """`interleaved`: chunks of layers per stage; unset: chosen."""
+    pipeline_head: HeadForm = "auto"
+    """Stages that compute head and loss. `shared`: all stages, each for its share of the tokens, which the last stage sends.
+    `last`: the last stage, while the others wait."""
+
     @property
     def prefetches(self) -> bool:
         """Whether the weights of a layer arrive while another layer computes."""
         return self.stack in ("prefetch", "unrolled")
 
     def broken_rules(self) -> Iterator[str]:
+        if self.pipeline == "1f1b" and self.pipeline_chunks not in (None, 1):
+            yield f"pipeline_chunks: {self.pipeline_chunks} has no effect with pipeline: 1f1b; set interleaved, or remove this"
+        if self.pipeline == "interleaved" and self.pipeline_chunks == 1:
+            yield "pipeline_chunks: 1 is not interleaved; set 2 or more, or pipeline: 1f1b"
         if self.zero == 1 and self.grad_reduce == "micro":
             yield "grad_reduce: micro scatters gradients after every micro-batch, as zero: 2 does; choose that, or step"
 

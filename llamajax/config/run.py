@@ -28,6 +28,7 @@ from llamajax.config.parallel import (
 )
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Seed, Settings
+from llamajax.config.stages import pipeline_problems
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError, show
@@ -146,7 +147,7 @@ class Config(Settings):
         """Returns one `key: rule; remedy` line for each part of model and batch that mesh axes of these sizes do not
         divide."""
         train = self.train
-        of_batch = {axis: axes[axis] for axis in axes_of("batch")}
+        of_batch = {axis: axes[axis] for axis in axes_of("micro_batch")}
         batch_shards, over = math.prod(of_batch.values()), " x ".join(f"{axis}({size})" for axis, size in of_batch.items())
         nearest = max(1, round(train.micro_batch_size / batch_shards)) * batch_shards * train.grad_accum_steps
         problems, lengths = self.model.undivided(axes), self.data.row_lengths.items()
@@ -172,7 +173,7 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
-        return problems
+        return [*problems, *pipeline_problems(self, axes)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
         """Returns one `key: rule; remedy` line for each reason why rows that axes of these sizes split cannot take `form`.
@@ -206,7 +207,7 @@ class Config(Settings):
 
     def rows_per_device(self, axes: Mapping[str, int]) -> int:
         """Returns the rows of a micro-batch that a device computes, alone or together with the devices that share them."""
-        return self.train.global_batch_size // self.train.grad_accum_steps // num_parts("batch", axes)
+        return self.train.global_batch_size // self.train.grad_accum_steps // num_parts("micro_batch", axes)
 
     def tokens_after(self, step: int) -> int:
         """Returns the number of positions in all rows of the first `step` steps, each in rows of its stage's length."""
@@ -244,7 +245,7 @@ class Config(Settings):
         return (
             f"global batch {train.global_batch_size} sequences x {seq_len} tokens ="
             f" {train.global_batch_size * seq_len:,} tokens = {self.rows_per_device(axes)} per device x"
-            f" {num_parts('batch', axes)} data-parallel devices x {train.grad_accum_steps} accumulation steps"
+            f" {num_parts('micro_batch', axes)} data-parallel devices x {train.grad_accum_steps} accumulation steps"
         )
 
     def ramp_arithmetic(self) -> str:

@@ -34,10 +34,10 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     width, matrices = DTYPE_BYTES[model.compute_dtype], layer_matrices(model)
     factors = {matrix: factor_bytes(model, matrix) for matrix in matrices}
     shards = num_parts("embed", mesh)
-    replicas = num_parts("batch", mesh) * num_parts("seq", mesh) / shards
+    replicas = num_parts("micro_batch", mesh) * num_parts("seq", mesh) / shards
     weights = width * num_params(model) / mesh["tensor"]
     ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
-    rows = train.global_batch_size / num_parts("batch", mesh)
+    rows = train.global_batch_size / num_parts("micro_batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"]
     # Layers as gathered, and as their gradients are reduced. Prefetching turns around at the last layer, so one gather of
     # its weights serves both passes; and the first layer may be gathered once.

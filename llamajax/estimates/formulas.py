@@ -243,7 +243,7 @@ def expected_bytes(
     whole_trained = _gathered_once(config, trained_weights(config.train, computed), mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
     # A device's own part of the layers has a narrow copy if its gradients are reduced at the step's end.
-    replicas = num_parts("batch", mesh) * sequence // num_parts("embed", mesh)
+    replicas = num_parts("micro_batch", mesh) * sequence // num_parts("embed", mesh)
     late = replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
     copied = _per_device(sizes, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
     # Weights that are held whole for the step have no stored gradient until the end. Except for `zero: 1`, which holds all,

@@ -16,12 +16,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from llamajax.config.model import AttentionKernel, ModelConfig
-from llamajax.config.parallel import SequenceForm, TensorForm, num_parts
+from llamajax.config.parallel import SequenceForm, TensorForm, axes_of, num_parts
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
 from llamajax.model.layers import RMSNorm, normal, output_first, residual_std, with_bias
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
-from llamajax.parallel.sharding import spec
+from llamajax.parallel.sharding import as_tuple, spec
+from llamajax.parallel.stages import is_staged
 from llamajax.parallel.zero import weight
 
 KeyValue = tuple[Keys, Keys]
@@ -93,7 +94,10 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             qkv = gathered_matmul(x, self.wqkv[...], tensor)
             if self.qkv_bias is not None:
-                qkv = with_bias(qkv, _split_qkv(self.qkv_bias[...][None], jnp.float32)[0])
+                bias = self.qkv_bias[...]
+                of_stages = is_staged(jax.typeof(bias).sharding.spec)
+                split = _split_qkv(bias if of_stages else bias[None], jnp.float32)
+                qkv = with_bias(qkv, split if of_stages else split[0])
             qkv = checkpoint_name(qkv, "qkv")
             q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
@@ -129,5 +133,5 @@ def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array,
 def _split_heads(w: Float[Array, "E J M H"]) -> Float[Array, "E J M H"]:
     """Reshards by heads: each device sends every other device the rows that it stores of that device's head, in one
     all-to-all."""
-    columns = "embed" if jax.typeof(w).sharding.spec[0] is not None else None
-    return jax.reshard(w, spec(columns, "kv_heads", None, "head_dim"))
+    rows = tuple(axis for axis in as_tuple(jax.typeof(w).sharding.spec[0]) if axis not in axes_of("kv_heads"))
+    return jax.reshard(w, jax.P(rows or None, *spec("kv_heads", None, "head_dim")))

@@ -19,7 +19,7 @@ from llamajax.kernels.attention import Keys
 from llamajax.parallel.sharding import spec
 
 Cached = Float[Array, "L B K S H"]
-_CACHE_SPEC = spec("layers", "batch", "kv_heads", "seq", "head_dim")
+_CACHE_SPEC = spec(None, "batch", "kv_heads", "seq", "head_dim")
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +28,7 @@ class KVCache:
     """Cached keys and values of all layers for B rows, in S slots per row."""
 
     keys: Cached
-    """Rotated by their positions, in `compute_dtype`; sharded ("layers", "batch", "kv_heads", "seq"). Heads come before
+    """Rotated by their positions, in `compute_dtype`; sharded (None, "batch", "kv_heads", "seq"). Heads come before
     slots; otherwise the attention's batched matmuls would copy the whole cache into this order at every step."""
     values: Cached
     """Values, sharded like `keys`."""
@@ -77,7 +77,7 @@ def append(cache: KVCache, k: Float[Array, "L B 1 K H"], v: Float[Array, "L B 1 
 
     It writes all layers at once, after the last one has read its past: only then can the cache be written in place.
     """
-    new_spec = spec("layers", "batch", None, "kv_heads", "head_dim")
+    new_spec = spec(None, "batch", None, "kv_heads", "head_dim")
 
     @partial(jax.shard_map, in_specs=(_CACHE_SPEC, new_spec, spec("batch")), out_specs=_CACHE_SPEC)
     def write(cached: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import TensorForm
 from llamajax.kernels.swiglu import gated, gated_and_gradient
 from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul
+from llamajax.parallel.stages import is_staged, merge, split
 from llamajax.parallel.zero import scaled, weight
 
 Auxiliary = dict[str, Float32[Array, "B T"]]
@@ -49,13 +50,16 @@ def residual_std(config: ModelConfig) -> float:
 
 
 def with_bias(x: Float[Array, "B T *N"], bias: nnx.Param | Float[Array, "*N"] | None) -> Float[Array, "B T *N"]:
-    """Adds a learned bias to x, if the model has one; the result has x's dtype.
+    """Adds a learned bias to x, if the model has one, or that of every stage, [p, *N]; the result has x's dtype.
 
     The sum is in fp32, so that its gradient, a sum over all tokens, is in fp32 too.
     """
     if bias is None:
         return x
-    return (x.astype(jnp.float32) + bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
+    wide, own = x.astype(jnp.float32), bias[...].astype(jnp.float32)
+    if is_staged(jax.typeof(own).sharding.spec):
+        return merge(split(wide) + own[:, None, None]).astype(x.dtype)
+    return (wide + own[None, None]).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -1,14 +1,15 @@
 """One decoder for Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3;
 ModelConfig distinguishes them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import SAVED_BY_REMAT, ModelConfig, Remat
@@ -22,7 +23,8 @@ from llamajax.model.rope import RopeTable, positions_from_segment_ids, rope_tabl
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
-from llamajax.parallel.stack import Layers, Policy, run_layers, run_prefetching
+from llamajax.parallel.stack import Layers, Part, Policy, run_layers, run_prefetching
+from llamajax.parallel.stages import num_stages
 from llamajax.parallel.tensor import is_shared
 from llamajax.parallel.vocabulary import logits, look_up, table
 from llamajax.parallel.zero import PreparedWeights, gathered
@@ -53,6 +55,12 @@ class Activations(NamedTuple):
         """Returns the activations with the contribution of a part added."""
         totals = {name: total + own[name] if name in own else total for name, total in self.auxiliary.items()}
         return Activations(self.residual + out, totals)
+
+
+def first_activations(x: Float[Array, "B T D"], auxiliary: Iterable[str]) -> Activations:
+    """Returns the input of the first layer: the tokens' embeddings, and zeros for the auxiliary values of these names."""
+    lies = jax.P(*jax.typeof(x).sharding.spec[:2])
+    return Activations(x, {name: jnp.zeros(x.shape[:2], jnp.float32, out_sharding=lies) for name in auxiliary})
 
 
 class Layer(nnx.Module):
@@ -89,6 +97,12 @@ class Layer(nnx.Module):
         """Returns the weights of `_attention_part` and of `_mlp_part`."""
         return (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
 
+    def with_parts(self, parts: Any) -> "Layer":
+        """Returns a copy with other weights, in the form of `by_parts`."""
+        changed = jax.tree.map(lambda weight: weight, self)
+        (changed.attention_norm, changed.attention), (changed.mlp_norm, changed.mlp) = parts
+        return changed
+
 
 def _attention_part(
     weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows, parallel: ParallelConfig, past: Past | None = None
@@ -108,6 +122,37 @@ def _mlp_part(
         return x.plus(*mlp(norm(x.residual), parallel.tensor, gates_in_stack=gates_in_stack))
 
 
+def saved_names(remat: Remat, x: Float[Array, "B T D"]) -> tuple[str, ...] | None:
+    """Returns the checkpoint names of the values of a layer that the forward pass saves for the backward pass; None: it
+    saves everything. `x` is a residual stream."""
+    if remat == "full" and is_shared(x):
+        return ("residual",)  # a part of the tokens; recomputing it would scatter the attention's output again
+    return SAVED_BY_REMAT[remat]
+
+
+class StackForms(TypedDict):
+    """Arguments of `run_prefetching` and of `llamajax.parallel.stack.Stack.of` that forms and remat decide."""
+
+    parts: Sequence[Part]
+    dtype: DTypeLike
+    saved: Policy | None
+    made_first: Policy
+
+
+def stack_forms(parallel: ParallelConfig, remat: Remat, x: Float[Array, "B T D"]) -> StackForms:
+    """Returns the parts of a layer and what it saves, for residual streams like x."""
+    saved = saved_names(remat, x)
+    gates_in_stack = "gate_up" in (saved or ()) and (parallel.stack != "unrolled" or num_stages() > 1)
+
+    def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
+        return _attention_part(weights, x, rows, parallel)[0]
+
+    def transform(weights: tuple[RMSNorm, MLP], x: Activations, _: Rows) -> Activations:
+        return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack)
+
+    return {"parts": (attend, transform), "dtype": x.dtype, "saved": _policy(saved), "made_first": _DEAR}
+
+
 class Llama(nnx.Module):
     """The whole model as a pytree of `nnx.Param`s, each created in its sharding on the current mesh.
 
@@ -120,7 +165,11 @@ class Llama(nnx.Module):
         self.config = config
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
-        self.layers = jax.vmap(partial(Layer, config))(jax.random.split(layers_key, config.num_layers))
+        keys = jax.random.split(layers_key, config.num_layers)
+        if config.num_layers % num_stages() == 0 and num_stages() > 1:
+            keys = jax.reshard(keys, spec("layers"))  # then each stage creates its own layers
+        # In weights prepared for a step with a pipeline: a tuple with the layers in each slot of the stages.
+        self.layers = jax.vmap(partial(Layer, config))(keys)
         self.whole_first: Layer | None = nnx.data(None)  # the first layer, gathered; only in weights prepared for a step
         self.final_norm = RMSNorm(D, config)
         self.head = None if config.tie_embeddings else table(V, D, dtype, normal(head_key, config.init_std))
@@ -163,36 +212,22 @@ class Llama(nnx.Module):
         rows = self._by_layer(*tables_and_masks)
         x = self._embed(laid_out(tokens, sequence), copies)
 
-        prepared = PreparedWeights(self, copies)
-        saved = SAVED_BY_REMAT[remat]
-        if remat == "full" and is_shared(x):
-            saved = ("residual",)  # a part of the tokens; recomputing it would scatter the attention's output again
-        lies = jax.P(*jax.typeof(x).sharding.spec[:2])
-        zeros = {name: jnp.zeros(x.shape[:2], jnp.float32, out_sharding=lies) for name in self.layers.auxiliary}
-        activations = Activations(x, zeros)
-        gates_in_stack = parallel.stack != "unrolled" and "gate_up" in (saved or ())
+        prepared, activations = PreparedWeights(self, copies), first_activations(x, self.auxiliary)
         if parallel.prefetches:
-
-            def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
-                return _attention_part(weights, x, rows, parallel)[0]
-
-            def transform(weights: tuple[RMSNorm, MLP], x: Activations, _: Rows) -> Activations:
-                return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack)
 
             def by_parts(model: Llama) -> Layers:
                 return model.layers.by_parts(), None if model.whole_first is None else model.whole_first.by_parts()
 
             x, auxiliary = run_prefetching(
                 prepared.part(by_parts),
-                (attend, transform),
-                activations,
-                rows,
-                dtype=x.dtype,
-                saved=_policy(saved),
-                made_first=_DEAR,
+                x=activations,
+                shared=rows,
                 unrolled=parallel.stack == "unrolled",
+                **stack_forms(parallel, remat, x),
             )
         else:
+            saved = saved_names(remat, x)
+            gates_in_stack = "gate_up" in (saved or ())
 
             def run_layer(x: Activations, layer: Layer, _: None, rows: Rows) -> tuple[Activations, None]:
                 return layer(x, rows, parallel=parallel, gates_in_stack=gates_in_stack)[0], None
@@ -201,6 +236,19 @@ class Llama(nnx.Module):
             (x, auxiliary), _ = run_layers(layers, run_layer, activations, shared=rows, dtype=x.dtype, saved=_policy(saved))
         with jax.named_scope("final_norm"):
             return self.final_norm(x), auxiliary
+
+    @property
+    def auxiliary(self) -> Mapping[str, float]:
+        """See `Layer.auxiliary`."""
+        layers: Any = self.layers
+        return (layers[0] if isinstance(layers, tuple) else layers).auxiliary
+
+    def rows(
+        self, tokens: Tokens, segment_ids: Tokens, positions: Tokens, *, sequence: SequenceForm = "gather"
+    ) -> tuple[Rows, ...]:
+        """Returns the rows' data for each layer of the repeated round of windows; arguments as for `hidden`."""
+        known = (None, None) if self.config.attend_across_documents else (segment_ids, positions)
+        return self._by_layer(*self._tables_and_masks(tokens, *known, sequence=sequence))
 
     def prefill(self, tokens: Tokens, lengths: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
         """Reads prompts into the cache, from its first slot on; its previous contents are lost.

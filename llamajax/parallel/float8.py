@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from llamajax.parallel.sharding import axes_in
+from llamajax.parallel.stages import is_staged
 from llamajax.parallel.tensor import SHARED, token_dims
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -136,19 +137,28 @@ def differentiable(w: Factor) -> tuple[Factor, Array | None]:
 
 def product(x: Factor, y: Factor, dims: Any, out: P) -> Array:
     """Computes `jax.lax.dot_general` of two arrays, or of two arrays in eight bits, in x's dtype and with the sharding
-    `out`."""
-    if isinstance(x, Array) and isinstance(y, Array):
+    `out`. Stages of a pipeline each use their own layer's weight, and `dims` leaves the dim of the stages out."""
+    staged = [is_staged(jax.typeof(values(factor)).sharding.spec) for factor in (x, y)]
+    if isinstance(x, Array) and isinstance(y, Array) and not any(staged) and not is_staged(out):
         return jax.lax.dot_general(x, y, dims, out_sharding=out)
     lie = specs(x), specs(y)
-    split = axes_in((*lie[0].values.partitions, *lie[1].values.partitions))
+    split = axes_in(entry for factor in (x, y) for entry in jax.typeof(values(factor)).sharding.spec.partitions)
     left_open = out.unreduced if jax.sharding.get_abstract_mesh().size > 1 else frozenset()  # jax requires several
     summed = tuple(split - axes_in(out.partitions) - left_open)
 
     @partial(jax.shard_map, in_specs=lie, out_specs=P(*out.partitions, unreduced=left_open))
     def on_device(x: Factor, y: Factor) -> Array:
-        return jax.lax.pcast(jax.lax.psum(own_product(x, y, dims), summed), tuple(left_open), to="unreduced")
+        x, y = (own_layer(factor) if of_stage else factor for factor, of_stage in zip((x, y), staged, strict=True))
+        whole = jax.lax.psum(own_product(x, y, dims), summed)
+        whole = whole[None] if is_staged(out) else whole
+        return jax.lax.pcast(whole, tuple(left_open), to="unreduced")
 
     return on_device(x, y)
+
+
+def own_layer(w: Factor) -> Factor:
+    """Drops the dim of the stages from a weight, in a `jax.shard_map`, where it has size one."""
+    return moved(lambda values: values[0], w)
 
 
 def own_product(x: Factor, y: Factor, dims: Any) -> Array:

@@ -23,11 +23,13 @@ from llamajax.parallel.float8 import (
     as_gradient,
     differentiable,
     moved,
+    own_layer,
     own_product,
     product,
     specs,
     values,
 )
+from llamajax.parallel.stages import is_staged
 from llamajax.parallel.tensor import (
     gather_tokens,
     is_shared,
@@ -44,11 +46,12 @@ def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, 
 
     Args:
         x: residual stream, or an array computed from it.
-        w: weight in x's dtype, or in float8; gathered (`llamajax.parallel.zero`).
+        w: weight in x's dtype, or in float8; gathered (`llamajax.parallel.zero`). With one layer per stage of a pipeline it
+            is [p, D, *N].
         form: how the devices get the tokens.
     """
     rings, residual = form == "ring" and is_shared(x), jax.typeof(x).sharding.spec
-    if rings or isinstance(w, Float8):
+    if rings or isinstance(w, Float8) or is_staged(_spec(w)):
         return _gathered(rings, residual, x, *differentiable(w))
     return jnp.einsum("BTD,D...->BT...", gather_tokens(x), w)
 
@@ -80,7 +83,7 @@ def scattered_matmul(
         # Computed separately: XLA's kernels read the parts that a ring brings in place, and round their own results to eight
         # bits.
         y, made = made.of(y), None
-    if rings or made is not None or isinstance(w, Float8):
+    if rings or made is not None or isinstance(w, Float8) or is_staged(_spec(w)):
         return _scattered(rings, residual, made, y, *differentiable(w))
     outputs = "NMO"[: w.ndim - 1]
     parts = jnp.einsum(f"BT{outputs},D{outputs}->BTD", y, w, out_sharding=partial_spec(residual))
@@ -152,7 +155,8 @@ _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 def _gather(rings: bool, x: Factor, w: Factor) -> tuple[jax.Array, Factor]:
     """Computes x w for all tokens, [B, T, *N], and gathers all of x, [B, T, D]."""
-    x_spec, (_, *outputs) = _spec(x), _spec(w).partitions
+    x_spec, staged = _spec(x), is_staged(_spec(w))
+    outputs = _spec(w).partitions[1 + staged :]
     tokens, dim = token_dims(x_spec), x_spec[2]
     if not rings:
         whole = moved(gather_tokens, x)
@@ -168,6 +172,7 @@ def _gather(rings: bool, x: Factor, w: Factor) -> tuple[jax.Array, Factor]:
     )
     def on_device(x: Factor, w: Factor) -> tuple[jax.Array, jax.Array]:
         n, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+        w = own_layer(w) if staged else w
         B, length, D = x.shape
         whole = jnp.zeros((B, n * length, D), values(x).dtype)
         y = jnp.zeros((B, n * length, *w.shape[1:]), x.dtype)
@@ -190,10 +195,11 @@ def _scatter(rings: bool, residual: P, y: Factor, w: Factor) -> Float[Array, "B 
     """Computes y w^T, summed over the devices that share it; each device keeps its own tokens."""
     if not rings:
         return scatter_tokens(product(y, w, _over_outputs(y), partial_spec(residual)), residual)
-    (axis,) = shared_axes(residual)
+    (axis,), staged = shared_axes(residual), is_staged(_spec(w))
 
     @partial(jax.shard_map, in_specs=(specs(y), specs(w)), out_specs=residual)
     def on_device(y: Factor, w: Factor) -> jax.Array:
+        w = own_layer(w) if staged else w
         n, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
         length = y.shape[1] // n
 

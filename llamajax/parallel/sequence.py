@@ -8,6 +8,7 @@ number of keys to see.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import P
 from jaxtyping import Array, Int32
 
 from llamajax.config.parallel import SequenceForm, axes_of, num_parts
@@ -19,13 +20,19 @@ def laid_out(x: Int32[Array, "B T"], form: SequenceForm) -> Int32[Array, "B T"]:
 
     A `ring` requires T to be divisible by twice the devices that split it.
     """
+    return in_order(jax.reshard(x, spec("batch", "seq")), form)
+
+
+def in_order(x: Int32[Array, "*B T"], form: SequenceForm) -> Int32[Array, "*B T"]:
+    """Returns `x` in the order of `form`, like `laid_out`, with its first dims split as they are."""
     num_devices = num_parts("seq", jax.sharding.get_abstract_mesh().shape)
     if form != "ring" or num_devices == 1:
-        return jax.reshard(x, spec("batch", "seq"))
+        return x
+    lies = jax.typeof(x).sharding.spec
     # Use whole rows; they are only integers.
-    chunks = jax.reshard(x, spec("batch", None)).reshape(x.shape[0], 2 * num_devices, -1)
+    chunks = jax.reshard(x, P(*lies.partitions[:-1], None)).reshape(*x.shape[:-1], 2 * num_devices, -1)
     order = np.stack([np.arange(num_devices), 2 * num_devices - 1 - np.arange(num_devices)], axis=1).reshape(-1)
-    return jax.reshard(chunks[:, order].reshape(x.shape), spec("batch", "seq"))
+    return jax.reshard(chunks[..., order, :].reshape(x.shape), lies)
 
 
 def zigzag_indices(device: int | Int32[Array, ""], length: int) -> Int32[Array, "length"]:

@@ -35,7 +35,7 @@ Layers = tuple[tuple[Any, ...], tuple[Any, ...] | None]
 """Weights of each part: first the weights of all layers, with a leading dim L; then those of the first layer, if gathered
 earlier."""
 
-_NOTHING = jax.checkpoint_policies.nothing_saveable
+NOTHING = jax.checkpoint_policies.nothing_saveable
 
 
 @jax.named_scope("layers")
@@ -135,10 +135,9 @@ def run_prefetching(
     Returns:
         The output of the last layer.
     """
-    if saved is _NOTHING:
-        parts = (partial(_in_turn, tuple(parts)),)
-        weights = weights.part(lambda layers: tuple(None if trees is None else (trees,) for trees in layers))
-    return _run(_Stack(tuple(parts), dtype, saved, made_first, unrolled), weights, shared, x)
+    stack = Stack.of(parts, dtype=dtype, saved=saved, made_first=made_first, unrolled=unrolled)
+    weights = weights.part(lambda layers: tuple(None if trees is None else stack.grouped(trees) for trees in layers))
+    return _run(stack, weights, shared, x)
 
 
 def _in_turn(parts: tuple[Part, ...], weights: tuple[Any, ...], x: Any, shared: Any) -> Any:
@@ -149,7 +148,7 @@ def _in_turn(parts: tuple[Part, ...], weights: tuple[Any, ...], x: Any, shared: 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
     """A pull-back (`jax.vjp`) without the arrays that are available again when it is called."""
 
     leaves: tuple[jax.Array, ...]
@@ -159,11 +158,11 @@ class _Kept:
     """For each array of the pull-back its index among the available arrays, or None if it is the next of `leaves`."""
 
     @staticmethod
-    def of(pull_back: Any, at_hand: Any) -> "_Kept":
+    def of(pull_back: Any, at_hand: Any) -> "Kept":
         place_of = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(at_hand))}
         leaves, tree = jax.tree.flatten(pull_back)
         places = tuple(place_of.get(id(leaf)) for leaf in leaves)
-        return _Kept(tuple(leaf for leaf, place in zip(leaves, places, strict=True) if place is None), tree, places)
+        return Kept(tuple(leaf for leaf, place in zip(leaves, places, strict=True) if place is None), tree, places)
 
     def pull_back(self, at_hand: Any) -> Any:
         again, kept = jax.tree.leaves(at_hand), iter(self.leaves)
@@ -171,8 +170,8 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """The static arguments of `run_prefetching`."""
+class Stack:
+    """How layers run: the static arguments of `run_prefetching`."""
 
     parts: tuple[Part, ...]
     dtype: DTypeLike
@@ -180,12 +179,29 @@ class _Stack:
     made_first: Policy
     unrolled: bool
 
+    @staticmethod
+    def of(
+        parts: Sequence[Part], *, dtype: DTypeLike, saved: Policy | None, made_first: Policy, unrolled: bool = True
+    ) -> "Stack":
+        """Returns the stack of layers with these parts; arguments as for `run_prefetching`. A layer that saves only its
+        input runs as one part."""
+        own = (partial(_in_turn, tuple(parts)),) if saved is NOTHING else tuple(parts)
+        return Stack(own, dtype, saved, made_first, unrolled)
+
+    def grouped(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns one tree of weights for each of the stack's parts, from one tree for each part of a layer."""
+        return (weights,) if self.saved is NOTHING else weights
+
+    def ungrouped(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Reverts `grouped`."""
+        return weights[0] if self.saved is NOTHING else weights
+
     def gather(self, weights: PreparedWeights[Layers], index: int | jax.Array) -> Any:
         return gathered(_at(weights.used[0], index), self.dtype)
 
     def layer(self, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
         """Returns the activations after a layer, and the values that its backward pass needs."""
-        if self.saved is _NOTHING:
+        if self.saved is NOTHING:
             (part,), (own,) = self.parts, weights
             return part(own, x, shared), x
         kept = []
@@ -197,7 +213,7 @@ class _Stack:
             if self.saved is not None:
                 run = jax.checkpoint(run, policy=self.saved, prevent_cse=False)
             x, pull_back = jax.vjp(run, stand_ins(own), x)
-            kept.append(_Kept.of(pull_back, (own, shared)))
+            kept.append(Kept.of(pull_back, (own, shared)))
         return x, kept
 
     def layer_back(self, weights: Any, shared: Any, kept: Any, dx: Any, meanwhile: Any) -> tuple[Any, Any, Any]:
@@ -205,7 +221,7 @@ class _Stack:
 
         `meanwhile` is computed during the first phase or used after it, and is returned for later use.
         """
-        if self.saved is _NOTHING:
+        if self.saved is NOTHING:
             (part,), (own,) = self.parts, weights
 
             def run(into: Any, x: Any) -> Any:
@@ -213,14 +229,15 @@ class _Stack:
 
             again = jax.checkpoint(run, policy=self.made_first, prevent_cse=False)
             _, pull_back = jax.vjp(again, stand_ins(own), kept)
-            pull_back, meanwhile = jax.lax.optimization_barrier((pull_back, meanwhile))
+            if jax.tree.leaves(meanwhile):
+                pull_back, meanwhile = jax.lax.optimization_barrier((pull_back, meanwhile))
             d_own, dx = pull_back(dx)
             return (d_own,), dx, meanwhile
         d_weights: list[Any] = []
         for own, own_kept in reversed(list(zip(weights, kept, strict=True))):
             d_own, dx = own_kept.pull_back((own, shared))(dx)
             d_weights.insert(0, d_own)
-            if len(d_weights) == 1:
+            if len(d_weights) == 1 and jax.tree.leaves(meanwhile):
                 d_weights, dx, meanwhile = jax.lax.optimization_barrier((d_weights, dx, meanwhile))
         return tuple(d_weights), dx, meanwhile
 
@@ -269,17 +286,17 @@ def _index(number: jax.Array, place: int, period: int) -> jax.Array:
     return number if period == 1 else number * period + place
 
 
-def _is_parted(stack: _Stack, shared: tuple[Any, ...]) -> bool:
+def _is_parted(stack: Stack, shared: tuple[Any, ...]) -> bool:
     """Returns whether layers are written out one after the other, with barriers between them."""
     return stack.unrolled or len(shared) > 1
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> Any:
+def _run(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> Any:
     return _forward(stack, prepared, shared, x)[0]
 
 
-def _forward(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> tuple[Any, Any]:
+def _forward(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> tuple[Any, Any]:
     (stored, _), (_, first) = prepared.trained, prepared.used
     period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
 
@@ -314,7 +331,7 @@ def _forward(stack: _Stack, prepared: PreparedWeights[Layers], shared: Any, x: A
     return x, (prepared, shared, stacks, kept, weights, kept_last)
 
 
-def _backward(stack: _Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
+def _backward(stack: Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
     prepared, shared, stacks, kept, weights, kept_last = residuals
     stored, first = prepared.trained
     period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)

@@ -22,10 +22,11 @@ from jaxtyping import Array, Float
 from llamajax.config.parallel import axes_of
 from llamajax.parallel.float8 import Factor, Float8, moved, rounded
 from llamajax.parallel.sharding import as_tuple, axes_in, spec
+from llamajax.parallel.stages import is_staged, merge, split
 
 Tree = TypeVar("Tree")
 Dims = tuple[str | None, ...]
-DATA = tuple(axis for axis in axes_of("batch") if axis not in axes_of("embed"))
+DATA = tuple(axis for axis in axes_of("micro_batch") if axis not in axes_of("embed"))
 """The axis along which devices store copies of the weights, unless weights are split over it too."""
 
 
@@ -120,8 +121,10 @@ def _gather(tree: Tree, dtype: DTypeLike) -> Tree:
 
 def _laid_out(param: nnx.Param, dtype: DTypeLike, own: jax.Array) -> jax.Array:
     own = _arranged(param, own, own.dtype if isinstance(param[...], Float8) else dtype)
-    own_part = jax.reshard(own, P(*_partitions(own), reduced=token_axes() - axes_in(_partitions(own))))
-    return jax.reshard(own_part, P(*[None] * _num_stacked(param), *spec(*param.compute), reduced=token_axes()))
+    stacked = _partitions(own)[: _num_stacked(param)]
+    summed = token_axes() - axes_in(stacked)
+    own_part = jax.reshard(own, P(*_partitions(own), reduced=summed - axes_in(_partitions(own))))
+    return jax.reshard(own_part, P(*stacked, *spec(*param.compute), reduced=summed))
 
 
 def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTypeLike) -> Tree:
@@ -142,7 +145,7 @@ def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTyp
         with jax.named_scope("/".join(["layers", *name, "gather_weight"])):
             own, lies = param[...].astype(dtype), jax.typeof(param[...]).sharding.spec
             narrow = rounded(jax.reshard(own, P(*lies.partitions)), form, num_stacked=1)
-            return _moved(param, moved(lambda narrow: jax.reshard(narrow, lies), narrow))
+            return with_value(param, moved(lambda narrow: jax.reshard(narrow, lies), narrow))
 
     return jax.tree_util.tree_map_with_path(narrow, layers, is_leaf=_is_weight)
 
@@ -178,17 +181,17 @@ def _gathered(copy: Factor) -> nnx.Param:
     return nnx.Param(copy, compute=None, arrange=None, late=False)
 
 
-def split_over_data(tree: Tree) -> Tree:
-    """Returns the weights split over `data` too, where that divides a device's part of them."""
+def split_over(tree: Tree, further: tuple[str, ...]) -> Tree:
+    """Returns the weights split over further axes too, where they divide a device's part of them."""
     sizes = jax.sharding.get_abstract_mesh().shape
 
     def split(param: nnx.Param) -> nnx.Param:
         entries = list(map(as_tuple, _partitions(param[...])))
         for dim, axes in enumerate(entries):
-            parts = math.prod(sizes[axis] for axis in (*DATA, *axes))
+            parts = math.prod(sizes[axis] for axis in (*further, *axes))
             if set(axes) & set(axes_of("embed")) and param.shape[dim] % parts == 0:
-                entries[dim] = (*axes, *DATA)  # innermost, so that a device's part is contiguous
-        return _moved(param, jax.reshard(param[...], P(*entries)))
+                entries[dim] = (*axes, *further)  # innermost, so that a device's part is contiguous
+        return with_value(param, jax.reshard(param[...], P(*entries)))
 
     return jax.tree.map(split, tree, is_leaf=_is_weight)
 
@@ -224,22 +227,30 @@ def summed_late(tree: Tree) -> Tree:
     def lay_out(param: nnx.Param) -> nnx.Param:
         if not param.late:
             return param
-        return _moved(param, jax.reshard(param[...], P(*_partitions(param[...]), reduced=token_axes())))
+        stored = _partitions(param[...])
+        return with_value(param, jax.reshard(param[...], P(*stored, reduced=token_axes() - axes_in(stored))))
 
     return jax.tree.map(lay_out, tree, is_leaf=_is_weight)
 
 
 @jax.custom_vjp
-def scaled(x: Float[Array, "*dims D"], scale: Float[Array, "D"]) -> Float[Array, "*dims D"]:
-    """Multiplies x by a `late` weight; its gradient stays unreduced where the weight was marked as reduced."""
-    plain = jax.reshard(scale, P(None)) if jax.typeof(scale).sharding.spec.reduced else scale
+def scaled(x: Float[Array, "*dims D"], scale: Float[Array, "*p D"]) -> Float[Array, "*dims D"]:
+    """Multiplies x by a `late` weight, or by that of every stage; its gradient stays unreduced where the weight was marked
+    as reduced."""
+    lies = jax.typeof(scale).sharding.spec
+    plain = jax.reshard(scale, P(*lies.partitions)) if lies.reduced else scale
+    if is_staged(lies):
+        return merge(split(x) * jnp.expand_dims(plain, range(1, x.ndim)))
     return x * jnp.expand_dims(plain, range(x.ndim - 1))
 
 
 def _scaled_back(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, scale = residuals
-    lies = P(None, unreduced=jax.typeof(scale).sharding.spec.reduced)
-    return scaled(d_out, scale), jax.lax.reduce_sum(d_out * x, range(x.ndim - 1), out_sharding=lies)
+    lies = jax.typeof(scale).sharding.spec
+    product = split(d_out) * split(x) if is_staged(lies) else d_out * x
+    over = range(scale.ndim - 1, product.ndim - 1)
+    d_scale = jax.lax.reduce_sum(product, over, out_sharding=P(*lies.partitions, unreduced=lies.reduced))
+    return scaled(d_out, scale), d_scale
 
 
 scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_back)
@@ -252,19 +263,20 @@ def no_gradient(x: jax.Array, zero: jax.Array) -> jax.Array:
 
 
 def token_axes() -> frozenset[str]:
-    """Returns the axes that split the tokens, over which gradients are summed; none with a single device, where there is
-    nothing to sum and jax cannot leave a sum open."""
+    """Returns the axes that split the tokens, over which gradients are summed, except over those that split the weight
+    itself; none with a single device, where there is nothing to sum and jax cannot leave a sum open."""
     if jax.sharding.get_abstract_mesh().size == 1:
         return frozenset()
     return frozenset(axes_of("batch") + axes_of("seq"))
 
 
+def with_value(param: nnx.Param, value: Factor) -> nnx.Param:
+    """Returns a weight with another value and the same declarations."""
+    return nnx.Param(value, compute=param.compute, arrange=param.arrange, late=param.late)
+
+
 def _is_weight(node: Any) -> bool:
     return isinstance(node, nnx.Param)
-
-
-def _moved(param: nnx.Param, value: Factor) -> nnx.Param:
-    return nnx.Param(value, compute=param.compute, arrange=param.arrange, late=param.late)
 
 
 def _arranged(param: nnx.Param, own: jax.Array, dtype: DTypeLike) -> jax.Array:

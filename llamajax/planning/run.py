@@ -20,7 +20,6 @@ from llamajax.planning.report import figures, picture, text
 from llamajax.planning.search import Sweep, read_sweep, run_sweep
 from llamajax.planning.xla.compile import CompilerMissingError, check_compiler, prepare_environment
 from llamajax.processes.exit import exit_code
-from llamajax.units import format_duration
 from llamajax.watch.console import log, waiting
 from llamajax.watch.option_files import check_outputs, write_output
 
@@ -48,7 +47,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     asked, (config, sweep) = config, check(config, options.get("--sweep"))
     check_outputs(options, FILES, PAGES)
     try:
-        plan, told = compile_plan(config, sweep, alternatives="--alternatives" in options)
+        plan, told = compile_plan(asked, config, sweep, alternatives="--alternatives" in options)
     except CompilerMissingError as missing:
         told = figures.estimated_figures(config, str(missing))
         text.print_estimate(config, told)
@@ -59,11 +58,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     if len(lengths) > 1:
         others = f"--sweep data.seq_len={','.join(map(str, lengths))} compares all lengths"
         log(f"stages     planned with rows of {lengths[-1]:,} tokens, the longest, for the tokens of all stages; {others}")
-    if ramp := asked.ramp_arithmetic():
-        until_full = asked.tokens_after(asked.train.batch_phases[-1].from_step)
-        seconds = 24 * 3600 * told["days"] * until_full / told["token_budget"]
-        scaled = "if smaller steps take time in proportion to their micro-batches"
-        log(f"ramp       {ramp}, which take {format_duration(seconds)} {scaled}")
+    text.print_ramp(asked, told)
     write_output(options, "--json", lambda: json.dumps(told, indent=1))
     write_output(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
     write_output(options, "--hlo", lambda: plan.chosen.step.hlo)
@@ -84,8 +79,8 @@ def check(config: Config, sweep: str | None) -> tuple[Config, Sweep | None]:
     return config, None if sweep is None else read_sweep(sweep, config)
 
 
-def compile_plan(config: Config, sweep: Sweep | None, *, alternatives: bool) -> tuple[Plan, dict[str, Any]]:
-    """Plans what `check` returns, and returns the plan with its figures.
+def compile_plan(asked: Config, config: Config, sweep: Sweep | None, *, alternatives: bool) -> tuple[Plan, dict[str, Any]]:
+    """Plans what `check` returns for the run `asked`, and returns the plan with its figures.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is missing.
@@ -94,7 +89,8 @@ def compile_plan(config: Config, sweep: Sweep | None, *, alternatives: bool) -> 
     with waiting("compiling") as doing:
         plan = make_plan(config, alternatives=alternatives, doing=doing)
         plans = run_sweep(sweep, plan, doing=doing) if sweep else ()
-    return plan, figures.figures(plan, sweep, plans)
+    told = figures.figures(plan, sweep, plans)
+    return plan, told | {"ramp": figures.ramp(asked, plan.chosen.step.run, told)}
 
 
 def main(config: Config, options: Mapping[str, str]) -> int:

@@ -9,7 +9,7 @@ from llamajax.errors import DataError
 from llamajax.parallel.sharding import spec
 
 Batch = dict[str, jax.Array]
-"""`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded `spec(None, "batch", "seq")`."""
+"""`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded `spec(None, "micro_batch", "seq")`."""
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
@@ -30,4 +30,4 @@ def check_ids(ids: np.ndarray | Sequence[int], vocab_size: int, where: str, reme
 
 def batch_sharding() -> jax.NamedSharding:
     """Returns the sharding of a batch on the current mesh."""
-    return jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "batch", "seq"))
+    return jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "micro_batch", "seq"))

@@ -57,10 +57,14 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
             # `model.remat` decides what is recomputed; XLA counts a loop's stacks again for each layer of an iteration.
             disabled.append("rematerialization")
         options[_DISABLED] = ",".join(disabled)
-        if config.parallel.tensor == "ring":
-            # Weights come from other nodes while tokens pass within a node; one at a time, they would wait for every hop.
+        if config.parallel.tensor == "ring" or axes["pipeline"] > 1:
+            # Weights, or activations of stages, come from other nodes while tokens pass within a node; one at a time, they
+            # would wait for every hop.
             options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
-    if num_devices > 1 and config.parallel.prefetches:
+        if axes["pipeline"] > 1:
+            # One communicator per pipeline; otherwise one of all devices, in which NCCL is slow (openxla/xla#40505).
+            options["xla_gpu_collective_permute_connected_components"] = True
+    if num_devices > 1 and config.parallel.prefetches and axes["pipeline"] == 1:
         # One collective per layer and direction: with a threshold just below a layer's bytes the gather is split.
         layer = {
             "all_gather": gathered_layer_bytes(config.model, axes),

@@ -19,9 +19,10 @@ from jaxtyping import Array, Float, Float32, Int32
 from llamajax.config.model import Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
+from llamajax.model.layers import Auxiliary
 from llamajax.parallel.arrays import after
 from llamajax.parallel.sequence import laid_out
-from llamajax.parallel.sharding import spec
+from llamajax.parallel.sharding import as_tuple, spec
 from llamajax.parallel.tensor import shared_axes
 from llamajax.parallel.vocabulary import row_ids, split_softmax, sum_tokens
 from llamajax.parallel.zero import PreparedWeights, gathered
@@ -62,17 +63,43 @@ def loss_fn(
         remat: see `Llama.hidden`.
     """
     weights = _with_ends_apart(weights)
+    batch = {name: jax.reshard(ids, spec("batch", "seq")) for name, ids in batch.items()}
     model, rows = weights.trained, (batch["tokens"], batch["segment_ids"], batch["positions"])
     hidden, auxiliary = model.hidden(*rows, parallel=parallel, remat=remat, copies=weights.copies)
     targets = laid_out(batch["targets"], parallel.sequence)  # in the order of the hidden states; a sum has no order
     with jax.named_scope("loss"):
         output = weights.part(Llama.output_weight)
         hidden, trained = _back_at_once(hidden, output.trained)
-        head = gathered(trained, hidden.dtype, output.copies)[...]
-        sums = token_losses(hidden, head, targets, z_loss_weight, model.config.vocab_size)
-        auxiliary = {name: _counted(values, targets) for name, values in auxiliary.items()}
-        loss = sum((weight * auxiliary[name] for name, weight in model.layers.auxiliary.items() if weight), sums.loss)
-    return loss, (sums, auxiliary)
+        head = gathered(trained, hidden.dtype, output.copies)
+        return losses(model, hidden, auxiliary, head, targets, z_loss_weight)
+
+
+def losses(
+    model: Llama,
+    hidden: Float[Array, "B T D"],
+    auxiliary: Auxiliary,
+    head: nnx.Param,
+    targets: Int32[Array, "B T"],
+    z_loss_weight: float,
+    *,
+    auxiliary_targets: Int32[Array, "B T"] | None = None,
+) -> tuple[jax.Array, tuple[LossSums, dict[str, jax.Array]]]:
+    """Returns the results of `loss_fn` from the model's last states.
+
+    Args:
+        model: its configuration and the weights of its auxiliary values count.
+        hidden: normed states, and `auxiliary` values, see `Llama.hidden`.
+        auxiliary: see `hidden`.
+        head: the head's copy for compute.
+        targets: in the order of the states.
+        z_loss_weight: see `loss_fn`.
+        auxiliary_targets: targets of the tokens of `auxiliary`, where these are others.
+    """
+    counted = targets if auxiliary_targets is None else auxiliary_targets
+    sums = token_losses(hidden, head[...], targets, z_loss_weight, model.config.vocab_size)
+    totals = {name: _counted(values, counted) for name, values in auxiliary.items()}
+    loss = sum((weight * totals[name] for name, weight in model.auxiliary.items() if weight), sums.loss)
+    return loss, (sums, totals)
 
 
 def _counted(values: Float32[Array, "B T"], targets: Int32[Array, "B T"]) -> Float32[Array, ""]:
@@ -113,7 +140,7 @@ def _token_losses(
     Args:
         hidden: hidden states in the compute dtype, sharded as the tokens of `look_up`.
         head: the head's copy for compute, in the same dtype; its gradient stays unreduced where the copy was reduced.
-        targets: in [0, V) or `IGNORE`, sharded ("batch", "seq").
+        targets: in [0, V) or `IGNORE`, sharded ("batch", "seq"), or as the stages of a pipeline share tokens.
         z_loss_weight: weight of the squared log-partition function.
         vocab_size: V; rows of the head from V on are padding.
     """
@@ -128,14 +155,19 @@ def _sums_and_gradients(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, z_loss_weight: float, vocab_size: int
 ) -> tuple[LossSums, Gradients]:
     """Returns `token_losses` and the gradients of its `.loss`."""
-    hidden_spec, head_spec = jax.typeof(hidden).sharding.spec, jax.typeof(head).sharding.spec
+    hidden_spec, head_spec, target_spec = (jax.typeof(x).sharding.spec for x in (hidden, head, targets))
     left_open = head_spec.reduced
     on_device = partial(
-        _on_device, hidden_spec=hidden_spec, left_open=left_open, z_loss_weight=z_loss_weight, vocab_size=vocab_size
+        _on_device,
+        hidden_spec=hidden_spec,
+        token_axes=tuple(axis for entry in target_spec for axis in as_tuple(entry)),
+        left_open=left_open,
+        z_loss_weight=z_loss_weight,
+        vocab_size=vocab_size,
     )
     return jax.shard_map(
         on_device,
-        in_specs=(hidden_spec, head_spec, spec("batch", "seq")),
+        in_specs=(hidden_spec, head_spec, target_spec),
         out_specs=(P(), (hidden_spec, P(*head_spec.partitions, unreduced=left_open))),
     )(hidden, head, targets)
 
@@ -159,13 +191,14 @@ def _on_device(
     targets: Int32[Array, "b t"],
     *,
     hidden_spec: P,
+    token_axes: tuple[str, ...],
     left_open: frozenset[str],
     z_loss_weight: float,
     vocab_size: int,
 ) -> tuple[LossSums, Gradients]:
     """Computes one device's part of `_sums_and_gradients`; the gradient of the head is not summed over the axes
     `left_open`."""
-    token_axes, vocab_ids = axes_of("batch") + axes_of("seq"), row_ids(head, vocab_size)
+    vocab_ids = row_ids(head, vocab_size)
     if axes := shared_axes(hidden_spec):
         hidden = jax.lax.all_gather(hidden, axes, axis=1, tiled=True)
 

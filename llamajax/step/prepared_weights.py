@@ -4,12 +4,16 @@ they are gathered once, and their gradients are reduced once."""
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from llamajax.config.run import Config
+from llamajax.config.stages import layers_of_stages
 from llamajax.model import Llama
 from llamajax.parallel.float8 import E4M3
-from llamajax.parallel.zero import DATA, gathered, in_float8, summed_late, token_axes, whole_over_data
+from llamajax.parallel.stages import exchange, num_stages
+from llamajax.parallel.zero import DATA, gathered, in_float8, summed_late, token_axes, whole_over_data, with_value
 
 
 def prepare(config: Config, model: Llama) -> Llama:
@@ -17,9 +21,12 @@ def prepare(config: Config, model: Llama) -> Llama:
     Micro-batches compute gradients for the prepared weights, and the sum goes back through this function once.
 
     The weights are whole for `zero: 1`. Otherwise they are each device's part; if gradients wait for the end of the step,
-    the embedding, the head and, where the layers would otherwise begin and end with waiting, the first layer are whole.
+    the embedding, the head and, where the layers would otherwise begin and end with waiting, the first layer are whole. On a
+    mesh with a pipeline, each stage has its own layers, one in each slot.
     """
     parallel, dtype = config.parallel, config.model.compute_dtype
+    if num_stages() > 1:
+        model = in_slots(model, parallel.pipeline_chunks or 1, dtype)
     at_the_end = parallel.grad_reduce == "step"
     left_open = token_axes() if at_the_end else DATA if parallel.zero_data else ()
     trained = summed_late(whole_over_data(model, dtype, left_open=left_open))
@@ -31,6 +38,27 @@ def prepare(config: Config, model: Llama) -> Llama:
         trained.embedding = gathered(trained.embedding, dtype)
         trained.head = None if trained.head is None else gathered(trained.head, dtype)
     return trained
+
+
+def in_slots(model: Llama, chunks: int, dtype: DTypeLike) -> Llama:
+    """Returns the weights as stored, with the layers in the slots of the stages of a pipeline; matrices in `dtype`."""
+    table = np.array(layers_of_stages(model.config.num_layers, num_stages(), chunks))
+
+    def slots_of(param: nnx.Param) -> list[nnx.Param]:
+        stored = param[...] if param.compute is None else param[...].astype(dtype)
+        return [with_value(param, own) for own in exchange(stored, table)]
+
+    weights, tree = jax.tree.flatten(model.layers, is_leaf=lambda node: isinstance(node, nnx.Param))
+    slots = list(map(slots_of, weights))
+    arranged = jax.tree.map(lambda weight: weight, model)
+    arranged.layers = nnx.data(tuple(tree.unflatten(own[slot] for own in slots) for slot in range(table.shape[2])))
+    return arranged
+
+
+def whole(model: Llama) -> Llama:
+    """Returns the weights of a pipeline's stages as an evaluation uses them, without a way back for gradients."""
+    dtype = model.config.compute_dtype
+    return gathered(whole_over_data(in_slots(model, 1, dtype), dtype), dtype)
 
 
 def copies(config: Config, trained: Llama) -> Llama | None:

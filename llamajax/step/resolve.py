@@ -26,6 +26,7 @@ from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.tensor import SHARED
 from llamajax.step.loss import MAX_CHUNK_LOGITS
+from llamajax.step.pipeline_forms import head_form, pipeline_form
 from llamajax.units import format_bytes
 
 MAX_UNROLLED = 40
@@ -77,11 +78,16 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         "tensor": tensor_form(config, mesh),
     }
     config = _in_forms(config, **{setting: form for setting, (form, _) in chosen.items()})
+    order, chunks, why = pipeline_form(config, mesh, gpu)
+    chosen["pipeline"], chosen["pipeline_head"] = (order, why), head_form(config, mesh, gpu)
+    config = _in_forms(config, pipeline=order, pipeline_chunks=chunks, pipeline_head=chosen["pipeline_head"][0])
     chosen["grad_reduce"] = reduction_form(config, mesh, budget)
     config = _in_forms(config, grad_reduce=chosen["grad_reduce"][0])
     no_choice = {axis for axis, size in mesh.items() if size == 1}
     if config.train.grad_accum_steps == 1:
         no_choice.add("grad_reduce")
+    if "pipeline" in no_choice:
+        no_choice.add("pipeline_head")
     if asked == "auto":
         chosen["remat"] = remat, reason
     return ResolvedRun(
@@ -166,7 +172,9 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
     no limit."""
     if (given := config.given_form("stack")) is not None:
         return given
-    shards, is_alone = num_parts("embed", axes), num_parts("batch", axes) * num_parts("seq", axes) == 1
+    if axes["pipeline"] > 1:
+        return "unrolled", "each stage writes out the layers of a chunk, with its weights whole"
+    shards, is_alone = num_parts("embed", axes), num_parts("micro_batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
     form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
     if is_alone and form == "prefetch":
@@ -199,7 +207,7 @@ def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm
         return "gather", "no row is split"
     if (given := config.given_form("sequence")) is not None:
         return given
-    tokens = config.train.global_batch_size / config.train.grad_accum_steps / num_parts("batch", axes)
+    tokens = config.train.global_batch_size / config.train.grad_accum_steps / num_parts("micro_batch", axes)
     tokens *= config.data.seq_len / parts
     width = DTYPE_BYTES[config.model.compute_dtype]
 
@@ -257,7 +265,7 @@ def reduction_form(config: Config, axes: Mapping[str, int], budget: float | None
     if parallel.zero == 1:
         return "step", "parallel.zero: 1 keeps gradients whole until the end of the step"
     shards = num_parts("embed", axes)
-    replicas = num_parts("batch", axes) * num_parts("seq", axes) // shards
+    replicas = num_parts("micro_batch", axes) * num_parts("seq", axes) // shards
     if shards * replicas == 1:
         return "micro", "there is nothing to reduce"
     if micro_batches == 1:

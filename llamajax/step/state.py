@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise
-from llamajax.parallel.zero import split_over_data
+from llamajax.parallel.stages import STAGE, num_stages
+from llamajax.parallel.zero import DATA, split_over
 from llamajax.step.frozen import partition
 from llamajax.step.optim import make_optimizer
 
@@ -21,7 +22,7 @@ class TrainState:
     """Everything a run carries from step to step; saved whole, restored whole."""
 
     step: jax.Array
-    """Number of finished steps, int32; also the data position, because every step takes `global_batch_size` rows."""
+    """Number of finished steps, int32; it decides the data position, see `TrainConfig.rows_after`."""
     model: Llama
     """Master weights in `param_dtype`."""
     opt_state: Any
@@ -44,8 +45,7 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
     """
     model_key, rng = jax.random.split(jax.random.key(config.seed))
     weights = Llama(config.model, model_key) if model is None else model
-    if config.parallel.zero_data == 1:
-        weights = split_over_data(weights)
+    weights = _split_further(config, weights)
     trained: Any = partition(config.train, weights)[0]  # optax's types know dicts and tuples only
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
@@ -56,6 +56,19 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         skipped_steps=zero,
         skipped_in_a_row=zero,
     )
+
+
+def _split_further(config: Config, model: Llama) -> Llama:
+    """Returns the weights split over `data` too, for `zero_data: 1`, and over the stages of a pipeline: layers by columns if
+    the stages do not divide their number, embedding and head in any case."""
+    data = DATA if config.parallel.zero_data == 1 else ()
+    stages = (STAGE,) if num_stages() > 1 else ()
+    split, columns = jax.tree.map(lambda weight: weight, model), config.model.num_layers % num_stages() != 0
+    # Layers exchange columns between stages first, and embedding and head are joined over `data` first: the innermost axis.
+    split.layers = split_over(split_over(split.layers, data), stages if columns else ())
+    split.embedding = split_over(split_over(split.embedding, stages), data)
+    split.head = None if split.head is None else split_over(split_over(split.head, stages), data)
+    return split
 
 
 def abstract_state(config: Config) -> TrainState:

@@ -13,13 +13,14 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from llamajax.config.run import Config
 from llamajax.model import Llama
-from llamajax.parallel.sharding import spec
+from llamajax.parallel.stages import num_stages
 from llamajax.parallel.zero import PreparedWeights, no_gradient, whole_over_data
+from llamajax.step import pipeline
 from llamajax.step.batch import IGNORE, Batch
 from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
-from llamajax.step.prepared_weights import copies, prepare
+from llamajax.step.prepared_weights import copies, prepare, whole
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
 
@@ -40,15 +41,38 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
     config = run.config
     trained, frozen = partition(config.train, model)
     own, fixed = prepare(config, trained), prepare(config, frozen)
-    whole = copies(config, combine(own, fixed))
+    own_copies = copies(config, combine(own, fixed))
     # Of float32 weights, so that gradients are not rounded where they need not travel.
     wide, pull_back = jax.vjp(
         functools.partial(prepare, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
     )
 
+    chex.assert_equal_shape(list(batch.values()))
+    zero = jnp.zeros((), config.train.grad_accum_dtype)
+    none = _no_losses(), _no_auxiliary(model)
+    zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
+    if num_stages() > 1:
+        forms = {"parallel": config.parallel, "remat": config.model.remat, "z_loss_weight": config.train.z_loss_weight}
+        grads, (sums, auxiliary) = pipeline.accumulate(combine(own, fixed), own_copies, batch, zeros, **forms)
+    else:
+        grads, (sums, auxiliary) = _accumulate(config, own, fixed, own_copies, batch, zeros)
+    (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
+    grads = jax.tree.map(_laid_out_as_stored, grads)
+    tokens = jnp.maximum(sums.num_tokens, 1)
+    # NaN where there is nothing to take the mean of.
+    means = {name: total / sums.num_tokens for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
+    return means | {"tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
+
+
+def _accumulate(
+    config: Config, own: Llama, fixed: Llama, copies: Llama | None, batch: Batch, zeros: Any
+) -> tuple[Llama, pipeline.Sums]:
+    """Returns the gradients of all micro-batches, one after the other, and their summed losses; see
+    `llamajax.step.pipeline.accumulate`."""
+
     def micro_loss(own: Llama, micro_batch: Batch) -> tuple[jax.Array, Any]:
         return loss_fn(
-            PreparedWeights(combine(own, fixed), whole), micro_batch, z_loss_weight=config.train.z_loss_weight,
+            PreparedWeights(combine(own, fixed), copies), micro_batch, z_loss_weight=config.train.z_loss_weight,
             parallel=config.parallel, remat=config.model.remat,
         )  # fmt: skip
 
@@ -59,17 +83,7 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
         added = jax.grad(micro_loss, has_aux=True)(own, micro_batch)
         return jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, added), None
 
-    chex.assert_equal_shape(list(batch.values()))
-    zero = jnp.zeros((), config.train.grad_accum_dtype)
-    none = _no_losses(), dict.fromkeys(model.layers.auxiliary, jnp.zeros(()))
-    zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
-    (grads, (sums, auxiliary)), _ = lax.scan(micro_step, zeros, batch)
-    (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
-    grads = jax.tree.map(_laid_out_as_stored, grads)
-    tokens = jnp.maximum(sums.num_tokens, 1)
-    # NaN where there is nothing to take the mean of.
-    means = {name: total / sums.num_tokens for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
-    return means | {"tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
+    return lax.scan(micro_step, zeros, batch)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -133,15 +147,18 @@ def eval_step(model: Llama, batch: Batch, token_bytes: jax.Array) -> tuple[LossS
         token_bytes: bytes that each token represents, int32 [V].
     """
 
+    targets = batch["targets"]
+    num_bytes = token_bytes.at[jnp.maximum(targets, 0)].get(out_sharding=jax.typeof(targets).sharding.spec)
+    num_bytes = jnp.sum(jnp.where(targets == IGNORE, 0, num_bytes))
+    if num_stages() > 1:
+        return pipeline.forward_losses(whole(model), batch, (_no_losses(), _no_auxiliary(model)))[0], num_bytes
     weights = PreparedWeights(whole_over_data(model, model.config.compute_dtype))
 
     def micro_step(sums: LossSums, micro_batch: Batch) -> tuple[LossSums, None]:
         _, (loss_sums, _) = loss_fn(weights, micro_batch, z_loss_weight=0.0)
         return jax.tree.map(jnp.add, sums, loss_sums), None
 
-    targets = batch["targets"]
-    num_bytes = token_bytes.at[jnp.maximum(targets, 0)].get(out_sharding=spec(None, "batch", "seq"))
-    return lax.scan(micro_step, _no_losses(), batch)[0], jnp.sum(jnp.where(targets == IGNORE, 0, num_bytes))
+    return lax.scan(micro_step, _no_losses(), batch)[0], num_bytes
 
 
 def one_behind(results: Iterable[Result]) -> Iterator[Result]:
@@ -164,3 +181,7 @@ def _laid_out_as_stored(grad: jax.Array) -> jax.Array:
 
 def _no_losses() -> LossSums:
     return LossSums(loss=jnp.zeros(()), cross_entropy=jnp.zeros(()), num_tokens=jnp.zeros((), jnp.int32))
+
+
+def _no_auxiliary(model: Llama) -> dict[str, jax.Array]:
+    return dict.fromkeys(model.auxiliary, jnp.zeros(()))

@@ -79,9 +79,9 @@ def for_devices(config: Config, num_devices: int, began: Mapping[str, Any]) -> C
     mesh, train = config.mesh.axis_sizes(num_devices), config.train
     if mesh == began["mesh"]:
         return config
-    shards, rows = num_parts("batch", mesh), train.smallest_batch
+    shards, rows = num_parts("micro_batch", mesh), train.smallest_batch
     if rows % shards:
-        over = " x ".join(f"{axis}({mesh[axis]})" for axis in axes_of("batch") if mesh[axis] > 1)
+        over = " x ".join(f"{axis}({mesh[axis]})" for axis in axes_of("micro_batch") if mesh[axis] > 1)
         key = "global_batch_size" if rows == train.global_batch_size else "global_batch_ramp"
         raise ConfigError(f"train.{key}: {rows} rows cannot be divided over {over}")
     most, per_device = rows_per_device(train.global_batch_size, began), rows // shards
@@ -101,7 +101,7 @@ def for_devices(config: Config, num_devices: int, began: Mapping[str, Any]) -> C
 
 def rows_per_device(global_batch_size: int, began: Mapping[str, Any]) -> int:
     """Returns the number of rows per micro-batch that a device held when the run started."""
-    return global_batch_size // began["grad_accum_steps"] // num_parts("batch", began["mesh"])
+    return global_batch_size // began["grad_accum_steps"] // num_parts("micro_batch", began["mesh"])
 
 
 def _numbers_that_do(config: Config, num_devices: int, began: Mapping[str, Any]) -> str:

@@ -171,7 +171,7 @@ def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tup
     run_dir = Path(config.run_dir).expanduser().absolute()
     same = (str(run_dir), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
     compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
-    return Programs(runs), Replicas(config.recovery, abstract)
+    return Programs(config, runs), Replicas(config.recovery, abstract)
 
 
 def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abstract: TrainState) -> tuple[TrainState, bool]:

@@ -1,7 +1,6 @@
 """Compiles the programs of a run: before the first step one for each row length, with its choices reported, and others when
 the phases of `train.global_batch_ramp` begin."""
 
-import dataclasses
 import time
 from collections.abc import Mapping
 
@@ -32,8 +31,8 @@ def check_forms(config: Config) -> None:
 
 
 def resolve_stages(config: Config) -> dict[int, ResolvedRun]:
-    """Resolves the run for each of its row lengths and reports the choices and their reasons; for later stages, only
-    changes.
+    """Resolves the run with its full batch for each of its row lengths and reports the choices and their reasons; for later
+    stages, only changes.
 
     All processes call this together.
 
@@ -41,7 +40,8 @@ def resolve_stages(config: Config) -> dict[int, ResolvedRun]:
         ConfigError: these devices cannot compute a requested form.
     """
     capability, told_before = compute_capability(), dict[str, str]()
-    lengths = {stage.seq_len: config.in_rows_of(stage.seq_len) for stage in config.data.all_stages}
+    full = config.train.global_batch_size
+    lengths = {stage.seq_len: config.in_steps_of(stage.seq_len, full) for stage in config.data.all_stages}
     runs = {seq_len: resolve_here(of_length, say) for seq_len, of_length in lengths.items()}
     for seq_len, run in runs.items():
         kernel, warning = attention_kernel(run, capability)
@@ -90,26 +90,35 @@ class Programs:
     """The compiled training steps of a run.
 
     Steps with the full batch are compiled first, because they need the most memory. Steps of a phase of
-    `train.global_batch_ramp` differ in the number of micro-batches alone and have the same forms. One phase at a time has
+    `train.global_batch_ramp` differ in the number of micro-batches, and in forms that depend on it. One phase at a time has
     its program.
     """
 
-    def __init__(self, runs: Mapping[int, ResolvedRun]) -> None:
-        """Compiles as `compile_steps` does."""
-        self._runs, self.full = runs, compile_steps(runs)
+    def __init__(self, config: Config, runs: Mapping[int, ResolvedRun]) -> None:
+        """Compiles the steps with the full batch.
+
+        Args:
+            config: the run.
+            runs: the result of `resolve_stages`.
+        """
+        self._config, self._runs, self.full = config, runs, compile_steps(runs)
         """Compiled steps with the full batch, by row length."""
         self._of_phase = dict[tuple[int, int], Compilation]()
 
     def find(self, seq_len: int, batch_size: int) -> Compilation | None:
         """Returns the step for such batches; None: it is not compiled."""
-        is_full = batch_size == self._runs[seq_len].config.train.global_batch_size
+        is_full = batch_size == self._config.train.global_batch_size
         return self.full[seq_len] if is_full else self._of_phase.get((seq_len, batch_size))
 
     def compile(self, seq_len: int, batch_size: int) -> Compilation:
         """Compiles the step for smaller batches in place of the one for the phase before; all processes call this
         together."""
         full = self._runs[seq_len]
-        run = dataclasses.replace(full, config=full.config.in_steps_of(seq_len, batch_size))
+        config = self._config.in_steps_of(seq_len, batch_size).changed({"model.remat": full.config.model.remat})
+        run = resolve_here(config)
+        for setting, reason in run.reasons.items():
+            if reason.partition(":")[0] != full.reasons.get(setting, reason).partition(":")[0]:
+                console.log(f"{setting:10} {reason}")
         which = f"batches of {batch_size:,} sequences: "
         self._of_phase = {(seq_len, batch_size): _compile(run, which, self.full[seq_len].options)}
         return self._of_phase[seq_len, batch_size]

@@ -95,7 +95,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
     splits = all_splits(configured, scaled)
     train, optimizer = config.train, config.optimizer
     seq_len = _scaled_size(config.data.seq_len, max(32, 8 * num_parts("seq", scaled)), splits)
-    replicas = num_parts("batch", configured)
+    replicas = num_parts("micro_batch", configured)
     accumulated = _few(train.grad_accum_steps, 2)
     per_device = _few(max(1, train.global_batch_size // train.grad_accum_steps // replicas), 2)
     return config.changed(
@@ -112,7 +112,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
             "data.seq_len": seq_len,
             "train.num_steps": NUM_STEPS,
             "train.grad_accum_steps": accumulated,
-            "train.global_batch_size": accumulated * per_device * num_parts("batch", scaled),
+            "train.global_batch_size": accumulated * per_device * num_parts("micro_batch", scaled),
             "optimizer.learning_rate": LEARNING_RATE,
             "optimizer.eps": max(LEAST_EPS, optimizer.eps),
             "optimizer.warmup_steps": min(optimizer.warmup_steps, 2),

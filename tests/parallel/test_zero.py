@@ -1,5 +1,7 @@
 """A weight is stored and gathered as it says, and its gradient comes back as it is stored."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from flax import nnx
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.zero import gathered, no_gradient, scaled, split_over_data, token_axes, weight, whole_over_data
+from llamajax.parallel.zero import DATA, gathered, no_gradient, scaled, split_over, token_axes, weight, whole_over_data
 
 
 class Parts(nnx.Module):
@@ -71,7 +73,7 @@ def test_copies_made_before_serve_as_well_and_the_weights_get_their_gradient():
 def test_what_is_split_over_data_too_comes_back_and_waits_for_its_gradient():
     jax.set_mesh(mesh.make_mesh(MESHES[1]))
     parts = Parts()
-    split = jax.jit(split_over_data)(parts)
+    split = jax.jit(partial(split_over, further=DATA))(parts)
     assert split.matrix[...].sharding.shard_shape((8, 8)) == (4, 2)
     assert split.scale[...].sharding.is_fully_replicated
 

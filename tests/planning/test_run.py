@@ -1,5 +1,6 @@
 """`python -m llamajax.plan`: files, exit codes, messages; with XLA's compiler for GPUs where it is installed."""
 
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -15,7 +16,9 @@ from llamajax.config.machine import HardwareConfig, PlannedGpu
 from llamajax.estimates.formulas import num_params
 from llamajax.plan import main as plan_command
 from llamajax.planning import run as plan
+from llamajax.planning.report import figures
 from llamajax.planning.xla import compile as planning_compile
+from llamajax.step.resolve import resolve_planned
 from llamajax.units import format_duration
 from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning import plans
@@ -78,8 +81,32 @@ def test_of_a_run_with_a_ramp_the_full_batch_is_planned(planned, tmp_path, capsy
     took = format_duration(24 * 3600 * told["days"] * 4 / 24)
     assert last == (
         "ramp       16 to 32 sequences by 16 in 2 phases; full after 8 of 28 steps, 128 sequences and 131k tokens, which"
-        f" take {took} if smaller steps take time in proportion to their micro-batches"
+        f" take {took} if a step takes time in proportion to its micro-batches; with it, all tokens take"
+        f" {told['days']:,.1f} days"
     )
+    assert told["ramp"] == pytest.approx(
+        {"phases": 2, "steps": 8, "tokens": 8 * 16 * seq_len, "days": told["days"] / 6, "budget_days": told["days"]}
+    )
+
+
+@pytest.mark.parametrize(("chunks", "waits"), [(1, 3), (3, 1)])
+def test_small_batches_of_a_pipeline_wait_more(chunks, waits):
+    """Of 2, 4, 6 and 8 micro-batches on 4 stages; the first and the third cannot be interleaved."""
+    ramp = BatchRampConfig(start=8, increment=8, sequences=96)
+    mesh = {"mesh.data": 1, "hardware.nodes": 2}
+    config = plans.CONFIG.changed({"train.global_batch_ramp": ramp, "train.grad_accum_steps": 8, **mesh})
+    run = resolve_planned(config.in_largest_steps())
+    order = {"pipeline": "interleaved", "pipeline_chunks": chunks} if chunks > 1 else {}
+    parallel = dataclasses.replace(run.config.parallel, **order)
+    staged = dataclasses.replace(run.config, parallel=parallel)
+    run = dataclasses.replace(run, config=staged, mesh={**run.mesh, "pipeline": 4})
+    found = figures.ramp(config, run, {"days": 3.0, "token_budget": 1e6})
+    assert found is not None
+    sizes = [config.train.batch_size_at(step) for step in range(found["steps"])]
+    steps_in_days = 3.0 * 32 * 1024 / 1e6 / (8 + waits)
+    times = {8: 2 + 3, 16: 4 + waits, 24: 6 + 3}
+    assert found["days"] == pytest.approx(sum(times[size] for size in sizes) * steps_in_days)
+    assert found["budget_days"] == pytest.approx(3.0 * (1 - found["tokens"] / 1e6) + found["days"])
 
 
 def test_of_a_run_in_stages_the_longest_rows_are_planned(planned, tmp_path, capsys):

@@ -12,7 +12,7 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
-from llamajax.parallel.zero import split_over_data
+from llamajax.parallel.zero import DATA, split_over
 from llamajax.step.state import init_state
 from llamajax.step.step import eval_step, loss_and_grads, train_step
 from tests.step.penalized import by_definition, penalized
@@ -70,7 +70,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_definition(sizes: tuple[int
     config, axes = CONFIG.changed(changes), dict(zip(("data", "fsdp", "sequence", "tensor"), sizes, strict=True))
     jax.set_mesh(make_mesh(MeshConfig(**axes), jax.devices()[: np.prod(sizes)]))
     model = jax.jit(penalized, static_argnums=0)(config)
-    model = jax.jit(split_over_data)(model) if config.parallel.zero_data else model
+    model = jax.jit(functools.partial(split_over, further=DATA))(model) if config.parallel.zero_data else model
     found, grads = jax.jit(loss_and_grads, static_argnums=0)(
         resolved(config), model, to_device(config, random_rows(config, 0))
     )

@@ -1,0 +1,82 @@
+"""The layers of the stages of a pipeline, and the rules for `mesh.pipeline`."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from llamajax.config.parallel import axes_of, num_parts
+
+if TYPE_CHECKING:
+    from llamajax.config.run import Config
+
+EMPTY = -1
+"""Index of the layer in an empty slot."""
+
+
+def layers_of_stages(num_layers: int, stages: int, chunks: int) -> list[list[list[int]]]:
+    """Returns the indices of the layers in the slots of every stage, [stages, chunks, slots]; `EMPTY` for an empty slot.
+
+    Chunk c of stage s follows chunk c of stage s - 1, and chunk c + 1 of the first stage follows chunk c of the last one.
+    Where the layers do not fill all slots, the chunks at both ends of the model have one layer fewer, because embedding and
+    head work there too.
+    """
+    groups = stages * chunks
+    slots = -(-num_layers // groups)
+    from_the_ends = sorted(range(groups), key=lambda group: (min(group, groups - 1 - group), group))
+    shorter = set(from_the_ends[: groups * slots - num_layers])
+    by_group, first = [], 0
+    for group in range(groups):
+        count = slots - (group in shorter)
+        by_group.append([*range(first, first + count), *[EMPTY] * (slots - count)])
+        first += count
+    return [[by_group[chunk * stages + stage] for chunk in range(chunks)] for stage in range(stages)]
+
+
+def pipeline_problems(config: "Config", axes: Mapping[str, int]) -> Iterator[str]:
+    """Yields one `key: rule; remedy` line for each reason why the stages of a mesh with these axes cannot run the model."""
+    model, parallel, m = config.model, config.parallel, config.train.grad_accum_steps
+    stages, layers = axes["pipeline"], config.model.num_layers
+    if stages == 1:
+        if parallel.pipeline != "auto" or parallel.pipeline_chunks is not None:
+            yield "parallel.pipeline: has no effect with mesh.pipeline=1; set more stages, or remove it"
+        return
+    chunks = parallel.pipeline_chunks or 1
+    if parallel.zero != 1:
+        ticks = m + stages - 1
+        yield (
+            f"parallel.zero: {parallel.zero} would gather the weights of each stage in all {ticks} ticks of a step (grad_accum_"
+            f"steps={m} + mesh.pipeline={stages} - 1) instead of once; set 1, which still splits weights and optimizer state"
+            " between steps"
+        )
+    if parallel.stack not in ("auto", "unrolled"):
+        yield f"parallel.stack: {parallel.stack} is not a form of a stage's layers; set auto or unrolled with mesh.pipeline"
+    if stages * chunks > layers:
+        of_each = f" x parallel.pipeline_chunks={chunks}" if chunks > 1 else ""
+        yield f"mesh.pipeline: {stages}{of_each} needs at least as many layers, and model.num_layers={layers}; set fewer stages"
+        return
+    if parallel.pipeline == "interleaved" and m % stages:
+        nearest = max(1, round(m / stages)) * stages
+        yield (
+            f"train.grad_accum_steps: {m} must be a multiple of mesh.pipeline={stages} for parallel.pipeline: interleaved; set"
+            f" {nearest}, or 1f1b"
+        )
+    elif parallel.pipeline == "interleaved" and config.train.smallest_batch // config.train.micro_batch_size % stages:
+        rows = config.train.micro_batch_size * stages
+        yield (
+            f"train.global_batch_ramp: start and increment must be multiples of {rows} sequences, a micro-batch for each of"
+            f" mesh.pipeline={stages} stages, for parallel.pipeline: interleaved; change them, or set 1f1b or auto"
+        )
+    if layers % stages or chunks > 1:
+        dim = "embed" if model.num_kv_heads % axes["tensor"] == 0 else "embed_tensor"
+        columns = stages * num_parts(dim, axes) * (axes["data"] if parallel.zero_data else 1)
+        if model.embed_dim % columns:
+            over = " x ".join(f"mesh.{axis}={axes[axis]}" for axis in ("pipeline", *axes_of(dim)) if axes[axis] > 1)
+            why = "chunks" if layers % stages == 0 else f"{stages} stages that do not divide {layers} layers"
+            yield f"model.embed_dim: {model.embed_dim} must be divisible by {over} for {why}; choose other sizes of these axes"
+    period = len(model.windows)
+    slots = zip(*(chunk for stage in layers_of_stages(layers, stages, chunks) for chunk in stage), strict=True)
+    kinds = [{layer % period for layer in slot if layer != EMPTY} for slot in slots]
+    if any(len(of_slot) > 1 for of_slot in kinds):
+        yield (
+            f"mesh.pipeline: {stages} stages of {len(kinds)} layers do not hold whole rounds of model.layer_types, which repeat"
+            f" every {period} layers; set stages whose layers are a multiple of {period}"
+        )

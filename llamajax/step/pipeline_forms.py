@@ -1,0 +1,71 @@
+"""Resolves the forms of a pipeline (`parallel.pipeline`, `pipeline_chunks` and `pipeline_head`) by arithmetic, and says why."""
+
+from collections.abc import Mapping
+
+from llamajax.config.parallel import HeadForm, PipelineForm
+from llamajax.config.run import Config
+from llamajax.estimates.formulas import DTYPE_BYTES, computed_model, layer_matrices, layer_matrix_bytes
+from llamajax.estimates.gpus import Gpu
+
+
+def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple[PipelineForm, int, str]:
+    """Returns the order in which stages work, the chunks of each stage, and the reason in one line.
+
+    Chunks cut the ticks that fill and drain the pipeline, when a stage waits, to a part of them. But a stage then reads
+    another chunk's weights in every tick, so XLA copies them and the sums of their gradients.
+    """
+    parallel, stages, m = config.parallel, axes["pipeline"], config.train.grad_accum_steps
+    if parallel.pipeline == "1f1b" or stages == 1:
+        return "1f1b", 1, "parallel.pipeline says so"
+    chunks = [n for n in range(2, config.model.num_layers // stages + 1) if config.model.num_layers % (stages * n) == 0]
+    if parallel.pipeline_chunks not in (None, 1):
+        chunks = [parallel.pipeline_chunks]
+    if parallel.pipeline == "auto" and (gpu is None or m % stages or not chunks):
+        why = "no GPU is named" if gpu is None else f"{m} micro-batches are no multiple of {stages} stages" if m % stages else ""
+        return "1f1b", 1, why or f"{config.model.num_layers} layers form no chunks on {stages} stages"
+    if gpu is None:
+        return "interleaved", chunks[0] if chunks else 2, "parallel.pipeline says so"
+    waits = {n: _waiting_seconds(config, axes, gpu, n) for n in (1, *chunks)}
+    best = min(chunks if parallel.pipeline == "interleaved" else waits, key=lambda n: waits[n])
+    other = 1 if best > 1 else min(chunks, key=lambda n: waits[n])
+    told = {n: f"{waits[n]:.2g} s with {n} chunk{'s' if n > 1 else ''} per stage" for n in (best, other)}
+    return ("interleaved" if best > 1 else "1f1b"), best, f"stages wait and copy for {told[best]}, {told[other]}"
+
+
+def _waiting_seconds(config: Config, axes: Mapping[str, int], gpu: Gpu, chunks: int) -> float:
+    """Returns the seconds per step in which a stage waits for others, or copies weights and sums of gradients."""
+    stages, m = axes["pipeline"], config.train.grad_accum_steps
+    model, layers = computed_model(config.model, axes), config.model.num_layers / stages
+    tokens = config.rows_per_device(axes) * config.data.seq_len / axes["sequence"]
+    again = 8 if model.remat == "full" else 6
+    unit_s = again * tokens * layers * sum(layer_matrices(model).values()) / axes["tensor"] / gpu.peak_flops / chunks
+    copied = 0.0
+    if chunks > 1:
+        # Read and written: the weights of both passes; read, added to and written: the sums.
+        weights = layer_matrix_bytes(config.model, axes) * layers / chunks
+        sums = weights / DTYPE_BYTES[model.compute_dtype] * DTYPE_BYTES[config.train.grad_accum_dtype]
+        copied = (4 * weights + 4 * sums) / gpu.memory_bandwidth
+    return (stages - 1) * unit_s + (m * chunks + stages - 1) * copied
+
+
+def head_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple[HeadForm, str]:
+    """Returns the stages that compute head and loss, and the reason in one line.
+
+    All stages run in lockstep, so while the last one computes the head, the others have nothing else to do. Shared, it takes
+    a part of the time, plus two collectives between all stages.
+    """
+    if (asked := config.parallel.pipeline_head) != "auto":
+        return asked, "parallel.pipeline_head says so"
+    if gpu is None:
+        return "last", "no GPU is named, so nothing tells whether sharing pays"
+    stages, width = axes["pipeline"], DTYPE_BYTES[config.model.compute_dtype]
+    tokens = config.rows_per_device(axes) * config.data.seq_len / axes["sequence"]
+    numbers = tokens * config.model.embed_dim / axes["tensor"]
+    part = (stages - 1) / stages
+    saved_s = part * 6 * numbers * config.model.vocab_size / gpu.peak_flops
+    link = gpu.gpu_bandwidth
+    if stages > 1 and config.hardware.nodes > 1 and gpu.node_bandwidth is not None:
+        link = gpu.node_bandwidth / config.hardware.gpus_per_node
+    sent_s = 2 * part * numbers * width / link
+    told = f"sharing saves {1000 * saved_s:.2g} ms per micro-batch and sends for {1000 * sent_s:.2g} ms"
+    return ("shared" if saved_s > sent_s else "last"), told
