@@ -115,5 +115,19 @@ def test_a_ramp_that_cannot_be_is_refused_with_what_helps(ramp, message):
     assert str(caught.value) == message
 
 
+def test_every_batch_of_an_interleaved_pipeline_has_a_micro_batch_for_each_stage():
+    interleaved = {"parallel.zero": 1, "parallel.pipeline": "interleaved", "mesh.pipeline": 2, "mesh.data": 4}
+    run = train(BatchRampConfig(start=8, increment=8, sequences=100), 32, grad_accum_steps=8)
+    config = tiny_config(train=run, mesh=MeshConfig()).changed(interleaved)
+    assert config.placement_problems(8) == []
+    (problem,) = config.changed(
+        {"train.global_batch_ramp.start": 4, "train.global_batch_ramp.increment": 4}
+    ).placement_problems(8)
+    assert problem == (
+        "train.global_batch_ramp: start and increment must be multiples of 8 sequences, a micro-batch for each of"
+        " mesh.pipeline=2 stages, for parallel.pipeline: interleaved; change them, or set 1f1b or auto"
+    )
+
+
 def test_the_remedy_for_micro_batches_helps():
     assert train(BatchRampConfig(start=6, increment=2, sequences=100), 16, grad_accum_steps=8).micro_batch_size == 2

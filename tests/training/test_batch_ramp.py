@@ -193,6 +193,17 @@ def test_other_devices_and_longer_rows_take_over_in_every_phase(tmp_path):
 
 
 @pytest.mark.slow
+def test_stages_of_a_pipeline_take_the_same_steps(unbroken, tmp_path):
+    """Also with fewer micro-batches than stages."""
+    config = load_config(unbroken, ["model.num_layers=2", f"run_dir={tmp_path / 'one'}"])
+    pipeline = {"mesh.pipeline": 2, "mesh.data": 4, "parallel.zero": 1, "run_dir": str(tmp_path / "pipeline")}
+    for of_mesh in (config, config.changed(pipeline)):
+        train.run(of_mesh)
+    for own, other in zip(read(tmp_path / "pipeline"), read(tmp_path / "one"), strict=True):
+        assert own == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_two_processes_go_through_the_phases_like_one(tmp_path):
     path = written(tmp_path)
     runs.finish(runs.start(path))
