@@ -11,7 +11,8 @@ from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError
 from tests.tiny import tiny_config
 
-MT_NLG = BatchRampConfig(start=32, increment=32, sequences=5_859_375)
+SEQUENCES = 12 * 10**9 // 2048
+MT_NLG = BatchRampConfig(start=32, increment=32, sequences=SEQUENCES)
 
 
 def train(ramp, global_batch_size, **settings):
@@ -51,8 +52,8 @@ def test_the_ramp_of_mt_nlg():
     """32 to 1,920 sequences of 2,048 tokens in the first 12 billion tokens."""
     phases = batch_phases(MT_NLG, 1920)
     assert (len(phases), phases[0], phases[-1].batch_size) == (60, (0, 0, 32), 1920)
-    assert 0 <= phases[-1].first_row - MT_NLG.sequences < 1888
-    sizes = list(megatron_sizes(32, 32, MT_NLG.sequences, 1920, phases[-1].from_step + 2))
+    assert 0 <= phases[-1].first_row - SEQUENCES < 1888
+    sizes = list(megatron_sizes(32, 32, SEQUENCES, 1920, phases[-1].from_step + 2))
     assert sizes[-3:] == [1888, 1920, 1920]
     config = tiny_config(train=train(MT_NLG, 1920, grad_accum_steps=240, num_steps=20_000))
     assert config.ramp_arithmetic() == (
