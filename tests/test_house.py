@@ -151,7 +151,7 @@ def test_every_config_for_a_cluster_traces_on_its_mesh(path):
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
     with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh):  # None: the tests' own mesh has another size
-        sharding = jax.NamedSharding(mesh, spec(None, "batch", "seq"))
+        sharding = jax.NamedSharding(mesh, spec(None, "micro_batch", "seq"))
         batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jax.numpy.int32, sharding=sharding))
         state = jax.eval_shape(functools.partial(init_state, config))
         state, metrics = jax.eval_shape(functools.partial(train_step, resolve(config, sizes)), state, batch)

@@ -64,6 +64,8 @@ class EvaluateConfig(Section):
     """Several processes."""
 
     def broken_rules(self) -> Iterator[str]:
+        if self.mesh.pipeline != 1:
+            yield "mesh.pipeline: only training has stages; leave it out, and split the model over mesh.fsdp or mesh.tensor"
         if not self.model:
             yield "model: must not be empty; name a run, a checkpoint or a Hugging Face directory"
         if self.tasks is not None and not self.tasks.strip(", "):

@@ -22,6 +22,14 @@ def _is_news(record: logging.LogRecord) -> bool:
 logging.getLogger("jax._src.xla_bridge").addFilter(_is_news)
 
 
+def without_stages(mesh: Mesh, axis: str) -> Mesh:
+    """Returns a mesh over the same devices without stages: `axis` is longer by as many times."""
+    sizes, place = dict(mesh.shape), AXES.index(axis)
+    devices = np.moveaxis(mesh.devices, AXES.index("pipeline"), place - 1)
+    sizes |= {axis: sizes[axis] * sizes["pipeline"], "pipeline": 1}
+    return Mesh(devices.reshape(tuple(sizes.values())), AXES, axis_types=mesh.axis_types)
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh over all devices of all processes, or over `devices`; every axis is Explicit.
 

@@ -63,7 +63,6 @@ def loss_fn(
         remat: see `Llama.hidden`.
     """
     weights = _with_ends_apart(weights)
-    batch = {name: jax.reshard(ids, spec("batch", "seq")) for name, ids in batch.items()}
     model, rows = weights.trained, (batch["tokens"], batch["segment_ids"], batch["positions"])
     hidden, auxiliary = model.hidden(*rows, parallel=parallel, remat=remat, copies=weights.copies)
     targets = laid_out(batch["targets"], parallel.sequence)  # in the order of the hidden states; a sum has no order

@@ -170,10 +170,10 @@ def float8_matmuls(model: ModelConfig, capability: tuple[int, ...] | None) -> di
 def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) -> tuple[StackForm, str]:
     """Returns how the layers run, and the reason in one line; `budget` is the memory for a GPU's arrays in bytes, None for
     no limit."""
-    if (given := config.given_form("stack")) is not None:
-        return given
     if axes["pipeline"] > 1:
         return "unrolled", "each stage writes out the layers of a chunk, with its weights whole"
+    if (given := config.given_form("stack")) is not None:
+        return given
     shards, is_alone = num_parts("embed", axes), num_parts("micro_batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
     form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"

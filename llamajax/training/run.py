@@ -17,7 +17,9 @@ from llamajax.data.rows.dataset import Dataset, prepare
 from llamajax.data.rows.position import PassedOver
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.generation.prompts import Prompt
-from llamajax.parallel import compilation_cache, startup
+from llamajax.model import Llama
+from llamajax.parallel import compilation_cache, mesh, startup
+from llamajax.parallel.arrays import concretise
 from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import check_told
 from llamajax.processes.exit import end_process, exit_code
@@ -207,17 +209,30 @@ def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
     """Prints the trained model's continuation of `sample.prompt`, if one is set."""
     if config.sample.prompt is None:
         return
-    pieces = stream_text(
-        whole_over_data(state.model, config.model.compute_dtype),
-        dataset.tokenizer,
-        config.sample.prompt,
-        max_tokens=config.sample.max_tokens,
-        temperature=config.sample.temperature,
-        key=state.rng,
-        seq_len=config.data.seq_len,
-    )
-    console.log("sample")
-    console.print_stream(config.sample.prompt, pieces)
+    model, key = _without_stages(state) if jax.sharding.get_mesh().shape["pipeline"] > 1 else (state.model, state.rng)
+    with jax.set_mesh(key.sharding.mesh):
+        pieces = stream_text(
+            whole_over_data(model, config.model.compute_dtype),
+            dataset.tokenizer,
+            config.sample.prompt,
+            max_tokens=config.sample.max_tokens,
+            temperature=config.sample.temperature,
+            key=key,
+            seq_len=config.data.seq_len,
+        )
+        console.log("sample")
+        console.print_stream(config.sample.prompt, pieces)
+
+
+def _without_stages(state: TrainState) -> tuple[Llama, jax.Array]:
+    """Returns the weights and the key of a pipelined run for generation, which has no stages: with layers split along `fsdp`
+    instead, where that divides them, or with copies along `data`."""
+    meshes = [mesh.without_stages(jax.sharding.get_mesh(), axis) for axis in ("fsdp", "data")]
+    on = next((on for on in meshes if not state.model.config.undivided(on.shape)), meshes[-1])
+    with jax.set_mesh(on):
+        like = concretise(jax.eval_shape(lambda: Llama(state.model.config, jax.random.key(0))))
+        model = jax.tree.map(lambda weight, like: jax.device_put(weight, like.sharding), state.model, like)
+        return model, jax.device_put(state.rng, jax.NamedSharding(on, jax.P()))
 
 
 def main(config: Config, *, dry_run: bool) -> None:

@@ -189,7 +189,7 @@ def test_an_empty_cache_is_sharded_and_rounded_up_to_the_sequence_axis():
         for slots in (cache.keys, cache.values):
             assert slots.shape == (2, 4, 4, 20, 4)
             assert slots.dtype == jnp.bfloat16
-            assert jax.typeof(slots).sharding.spec == spec("layers", "batch", "kv_heads", "seq", "head_dim")
+            assert jax.typeof(slots).sharding.spec == spec(None, "batch", "kv_heads", "seq", "head_dim")
         assert jax.typeof(cache.lengths).sharding.spec == spec("batch")
         np.testing.assert_array_equal(cache.lengths, np.zeros(4))
 

@@ -53,12 +53,12 @@ def test_parameters_are_born_sharded_and_as_many_as_the_config_says(tied: bool):
     head = {} if tied else {"head.value": spec("vocab", "embed")}
     assert {path: leaf.sharding.spec for path, leaf in _leaves(model)} == table | head | {
         "final_norm.scale.value": spec(None),
-        "layers.attention.wqkv.value": spec("layers", "embed", "kv_heads", None, "head_dim"),
-        "layers.attention.wo.value": spec("layers", "embed", "kv_heads", None, "head_dim"),
-        "layers.attention_norm.scale.value": spec("layers", None),
-        "layers.mlp.w_gate_up.value": spec("layers", "embed", None, "mlp"),
-        "layers.mlp.w_down.value": spec("layers", "embed", "mlp"),
-        "layers.mlp_norm.scale.value": spec("layers", None),
+        "layers.attention.wqkv.value": spec(None, "embed", "kv_heads", None, "head_dim"),
+        "layers.attention.wo.value": spec(None, "embed", "kv_heads", None, "head_dim"),
+        "layers.attention_norm.scale.value": spec(None, None),
+        "layers.mlp.w_gate_up.value": spec(None, "embed", None, "mlp"),
+        "layers.mlp.w_down.value": spec(None, "embed", "mlp"),
+        "layers.mlp_norm.scale.value": spec(None, None),
     }
 
 
@@ -70,12 +70,12 @@ def test_biases_and_head_norms_are_born_sharded_and_as_many_as_the_config_says()
     assert {name: leaf.size for name, leaf in named_arrays(model).items()} == weights(config)
     added = {path: (leaf.shape, leaf.sharding.spec) for path, leaf in _leaves(model) if path not in plain}
     assert added == {
-        "layers.attention.qkv_bias.value": ((2, 2, 4, 4), spec("layers", "kv_heads", None, "head_dim")),
-        "layers.attention.output_bias.value": ((2, CONFIG.embed_dim), spec("layers", None)),
-        "layers.mlp.gate_up_bias.value": ((2, 2, CONFIG.mlp_dim), spec("layers", None, "mlp")),
-        "layers.mlp.down_bias.value": ((2, CONFIG.embed_dim), spec("layers", None)),
-        "layers.attention.q_norm.scale.value": ((2, 4), spec("layers", None)),
-        "layers.attention.k_norm.scale.value": ((2, 4), spec("layers", None)),
+        "layers.attention.qkv_bias.value": ((2, 2, 4, 4), spec(None, "kv_heads", None, "head_dim")),
+        "layers.attention.output_bias.value": ((2, CONFIG.embed_dim), spec(None, None)),
+        "layers.mlp.gate_up_bias.value": ((2, 2, CONFIG.mlp_dim), spec(None, None, "mlp")),
+        "layers.mlp.down_bias.value": ((2, CONFIG.embed_dim), spec(None, None)),
+        "layers.attention.q_norm.scale.value": ((2, 4), spec(None, None)),
+        "layers.attention.k_norm.scale.value": ((2, 4), spec(None, None)),
     }
 
 

@@ -19,7 +19,7 @@ import llamajax.config
 # As if someone had written one more row into the table.
 path = pathlib.Path(llamajax.config.__path__[0], "parallel.py")
 source, row = path.read_text(), '    fsdp: AxisSize = field('
-new_row = '    island: AxisSize = field(default=1, metadata=dict(splits=("batch", "embed")))'
+new_row = '    island: AxisSize = field(default=1, metadata=dict(splits=("batch", "micro_batch", "embed")))'
 assert source.count(row) == 1
 sys.modules["llamajax.config.parallel"] = module = types.ModuleType("llamajax.config.parallel")
 exec(source.replace(row, new_row + chr(10) + row), module.__dict__)
@@ -48,7 +48,7 @@ def test_an_axis_more_is_a_row_more_in_one_table():
     child = subprocess.run([sys.executable, "-c", ONE_MORE_AXIS], capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr
     before, after = child.stdout.splitlines()
-    assert "('data', 'island', 'fsdp', 'sequence', 'tensor') P(None, ('island', 'fsdp', 'sequence'), 'tensor')" in after
+    assert "('pipeline', 'data', 'island', 'fsdp', 'sequence', 'tensor') P(None, ('island', 'fsdp', 'sequence'), 'tensor')" in after
     assert before.split()[-1] == after.split()[-1]
 
 

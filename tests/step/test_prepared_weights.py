@@ -10,7 +10,7 @@ from llamajax.step.prepared_weights import copies, prepare
 from llamajax.step.state import init_state
 from tests.tiny import tiny_config
 
-TOKENS = {"data", "fsdp", "sequence"}
+TOKENS = {"pipeline", "data", "fsdp", "sequence"}
 TABLES, FIRST = frozenset({"embedding", "head"}), frozenset({"whole_first.attention.wqkv"})
 MATRIX, LATE = frozenset({"layers.attention.wqkv"}), frozenset({"layers.mlp_norm.scale"})
 

@@ -1,5 +1,6 @@
 """Loads rows onto the devices: batches as global arrays; training batches are prepared ahead in the background."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -78,19 +79,23 @@ class Loader:
 
 
 def held_out_batches(dataset: Dataset, config: Config, num_rows: int) -> Iterator[Batch]:
-    """Yields the first `num_rows` held-out rows, or all of them, in batches of one micro-batch [1, B, T].
+    """Yields the first `num_rows` held-out rows, or all of them, in batches of one micro-batch [1, B, T]; on the stages of a
+    pipeline, of as many as a training step has, or as the rows fill.
 
     The last batch is filled up with rows without targets. Nothing is yielded if nothing is held out.
     """
     rows, seq_len = dataset.held_out_rows, config.data.seq_len
     size, sharding = config.train.micro_batch_size, batch_sharding()
     num_rows = min(len(rows), num_rows)
-    for first in range(0, num_rows, size):
+    has_stages = sharding.mesh.shape["pipeline"] > 1
+    together = min(config.train.grad_accum_steps, math.ceil(num_rows / size)) if has_stages else 1
+    for first in range(0, num_rows, together * size):
 
-        def row(_: int, i: int, first: int = first) -> Row:
-            return rows[first + i] if first + i < num_rows else fill_row([], seq_len)
+        def row(a: int, i: int, first: int = first) -> Row:
+            number = first + a * size + i
+            return rows[number] if number < num_rows else fill_row([], seq_len)
 
-        yield make_batch(row, (1, size, seq_len), sharding, config.model.vocab_size)
+        yield make_batch(row, (together, size, seq_len), sharding, config.model.vocab_size)
 
 
 def make_batch(

@@ -74,7 +74,7 @@ def test_the_same_rows_in_the_same_places_on_every_mesh(mesh, grad_accum_steps):
                 assert array.shape == (grad_accum_steps, 32 // grad_accum_steps, 16)
                 assert array.dtype == np.int32
                 assert array.sharding.is_equivalent_to(
-                    jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "batch", "seq")), 3
+                    jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "micro_batch", "seq")), 3
                 )
             positions = 32 * step + np.arange(32).reshape(grad_accum_steps, -1, 1)
             np.testing.assert_array_equal(batch["tokens"], positions * 1000 + np.arange(16))
@@ -95,7 +95,7 @@ def test_each_row_is_fetched_once_though_several_devices_need_parts_of_it():
 def test_processes_fetch_what_their_devices_need_and_agree(mesh, monkeypatch):
     """Two processes, each with half of the devices, played one after the other."""
     jax.set_mesh(make_mesh(mesh))
-    sharding = jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "batch", "seq"))
+    sharding = jax.NamedSharding(jax.sharding.get_mesh(), spec(None, "micro_batch", "seq"))
     shape = (2, 16, 16)
     index_of = sharding.devices_indices_map(shape)
     asked_by = []
