@@ -34,6 +34,8 @@ class PipelineSchedule:
     stages: int
     micro_batches: int
     chunks: int = 1
+    delay: int = 1
+    """Ticks between the forward pass of a micro-batch through the last stage and its backward pass there."""
 
     @property
     def units(self) -> int:
@@ -49,13 +51,13 @@ class PipelineSchedule:
     @property
     def ticks(self) -> int:
         """Returns the number of all ticks."""
-        return self.units + self.stages - 1 + self.fill
+        return self.units + self.stages - 1 + self.fill + self.delay
 
     @property
     def slots(self) -> int:
         """Returns the number of units whose values a stage keeps for their backward passes; it does not grow with the
         micro-batches."""
-        return 2 * self.fill + 1
+        return 2 * self.fill + 1 + self.delay
 
     def forward(self, tick: Any, stage: Any) -> Unit:
         """Returns the unit of a stage's forward pass in a tick."""
@@ -63,7 +65,7 @@ class PipelineSchedule:
 
     def backward(self, tick: Any, stage: Any) -> Unit:
         """Returns the unit of a stage's backward pass in a tick."""
-        return self._unit(tick - self.fill - (self.stages - 1 - stage), backward=True)
+        return self._unit(tick - self.fill - self.delay - (self.stages - 1 - stage), backward=True)
 
     def slot(self, tick: Any) -> Any:
         """Returns the slot in which all stages keep the values of a tick's forward pass."""

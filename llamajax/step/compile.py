@@ -64,6 +64,10 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
         if axes["pipeline"] > 1:
             # One communicator per pipeline; otherwise one of all devices, in which NCCL is slow (openxla/xla#40505).
             options["xla_gpu_collective_permute_connected_components"] = True
+            # Forward and backward passes of a tick hide each other's collectives; combined, they would wait for each other.
+            residual = config.rows_per_device(axes) * config.data.seq_len * config.model.embed_dim // axes["tensor"]
+            for collective in ("all_gather", "reduce_scatter"):
+                options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(residual)
     if num_devices > 1 and config.parallel.prefetches and axes["pipeline"] == 1:
         # One collective per layer and direction: with a threshold just below a layer's bytes the gather is split.
         layer = {

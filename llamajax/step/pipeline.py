@@ -39,6 +39,8 @@ UnitOf = Callable[[Any, Any], Unit]
 """`PipelineSchedule.forward` or `backward`: the unit of a stage in a tick."""
 Sums = tuple[LossSums, dict[str, jax.Array]]
 """Summed losses, and auxiliary values by name."""
+Leaves = list[list[jax.Array]]
+"""Arrays that each layer of a chunk keeps for its backward pass."""
 
 
 def accumulate(
@@ -63,42 +65,49 @@ def accumulate(
         z_loss_weight: see `llamajax.step.loss.loss_fn`.
     """
     stages = _Stages.of(model, copies, batch, parallel, remat, z_loss_weight)
-    schedule, nothing = stages.schedule, stages.no_activations()
-    like = jax.eval_shape(stages.forward, jnp.int32(0), nothing)[1]
-    kept_tree, slots = jax.tree.structure(like), [_room(leaf, schedule.slots) for leaf in jax.tree.leaves(like)]
+    schedule, nothing, num_slots = stages.schedule, stages.no_activations(), len(stages.slots)
+    like = jax.eval_shape(stages.forward_all, jnp.int32(0), nothing)[1]
+    trees = [jax.tree.structure(own) for own in like]
+    room = [[_room(leaf, schedule.slots) for leaf in jax.tree.leaves(own)] for own in like]
 
-    def write(slots: list[jax.Array], kept: Any, tick: jax.Array) -> list[jax.Array]:
+    def write(kept: Leaves, own: Leaves, tick: jax.Array) -> Leaves:
         put = partial(jax.lax.dynamic_update_index_in_dim, index=schedule.slot(tick), axis=0)
-        return [put(of_all, own) for of_all, own in zip(slots, jax.tree.leaves(kept), strict=True)]
+        return jax.tree.map(lambda slots, own: put(slots, own), kept, own)
 
     def fill(carry: Any, tick: jax.Array) -> tuple[Any, None]:
-        came, slots = jax.lax.optimization_barrier(carry)
-        y, kept = stages.forward(tick, came)
-        return (shift(y, 1), write(slots, kept, tick)), None
+        came, kept = jax.lax.optimization_barrier(carry)
+        y, own = stages.forward_all(tick, came)
+        return (shift(y, 1), write(kept, list(map(jax.tree.leaves, own)), tick)), None
 
     def both(carry: Any, tick: jax.Array) -> tuple[Any, None]:
-        came, sent_back, slots, total = jax.lax.optimization_barrier(carry)
-        back = shift(sent_back, -1)
-        y, kept = stages.forward(tick, came)
-        slots = write(slots, kept, tick)
-        y, back = jax.lax.optimization_barrier((y, back))  # so this permute hides behind the forward pass,
-        total, dy = stages.end(tick, y, total)
-        y, dy = jax.lax.optimization_barrier((y, dy))  # and the next one behind the backward pass
-        came = shift(y, 1)
-        total, dx = stages.backward(tick, kept_tree, slots, stages.last_or(tick, dy, back), total)
-        return (came, dx, slots, total), None
+        came, (sent_back, of_last), kept, grads, sums = jax.lax.optimization_barrier(carry)
+        x, forward = stages.forward(tick, came)
+        read, dx, backward = stages.backward(tick, kept, trees, stages.last_or(tick, of_last, shift(sent_back, -1)))
+        own: Leaves = []
+        for slot in range(num_slots):
+            x, of_layer = forward(slot, x)
+            dx, grads = backward(num_slots - 1 - slot, dx, grads)
+            x, dx = jax.lax.optimization_barrier((x, dx))
+            own.append(jax.tree.leaves(of_layer))
+        # A slot is written after it is read, so that it is written in place.
+        own = jax.tree.map(lambda own, read: jax.lax.optimization_barrier((own, read))[0], own, read)
+        of_last, grads, sums = stages.end(tick, x, grads, sums)
+        grads = stages.embed_back(tick, dx, grads)
+        return (shift(x, 1), (dx, of_last), write(kept, own, tick), grads, sums), None
 
     def drain(carry: Any, tick: jax.Array) -> tuple[Any, None]:
-        sent_back, slots, total = jax.lax.optimization_barrier(carry)
-        dy = stages.last_or(tick, nothing, shift(sent_back, -1))
-        total, dx = stages.backward(tick, kept_tree, slots, dy, total)
-        return (dx, slots, total), None
+        (sent_back, of_last), kept, grads = jax.lax.optimization_barrier(carry)
+        _, dx, backward = stages.backward(tick, kept, trees, stages.last_or(tick, of_last, shift(sent_back, -1)))
+        for slot in reversed(range(num_slots)):
+            dx, grads = backward(slot, dx, grads)
+        return ((dx, nothing), kept, stages.embed_back(tick, dx, grads)), None
 
     filled, drained = schedule.fill, schedule.units + schedule.stages - 1
-    (came, slots), _ = jax.lax.scan(fill, (nothing, slots), jnp.arange(filled))
-    (_, sent_back, slots, total), _ = jax.lax.scan(both, (came, nothing, slots, zeros), jnp.arange(filled, drained))
-    (_, _, total), _ = jax.lax.scan(drain, (sent_back, slots, total), jnp.arange(drained, schedule.ticks))
-    return total
+    (came, kept), _ = jax.lax.scan(fill, (nothing, room), jnp.arange(filled))
+    carry = came, (nothing, nothing), kept, *zeros
+    (_, back, kept, grads, sums), _ = jax.lax.scan(both, carry, jnp.arange(filled, drained))
+    (_, _, grads), _ = jax.lax.scan(drain, (back, kept, grads), jnp.arange(drained, schedule.ticks))
+    return grads, sums
 
 
 def forward_losses(model: Llama, batch: Batch, zeros: Sums) -> Sums:
@@ -108,7 +117,7 @@ def forward_losses(model: Llama, batch: Batch, zeros: Sums) -> Sums:
 
     def run(carry: tuple[Activations, Sums], tick: jax.Array) -> tuple[tuple[Activations, Sums], None]:
         came, total = carry
-        y, _ = stages.forward(tick, came)
+        y, _ = stages.forward_all(tick, came)
         _, sums = stages.loss(stages.model.final_norm, stages.model.output_weight(), tick, y)
         return (shift(y, 1), jax.tree.map(jnp.add, total, sums)), None
 
@@ -171,72 +180,86 @@ class _Stages:
         like = jax.eval_shape(self._embedded, self._ids(jnp.int32(0), self.schedule.forward))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding.spec), like)
 
-    def forward(self, tick: jax.Array, came: Activations) -> tuple[Activations, list[Any]]:
-        """Returns the activations after every stage's chunk, and the values that the backward passes need."""
+    def forward(self, tick: jax.Array, came: Activations) -> tuple[Activations, Callable[[int, Activations], tuple[Any, Any]]]:
+        """Returns the input of every stage's chunk; and a function from a slot and the input of its layer to the output and
+        the values that the layer's backward pass needs."""
         ids, unit_of = self._ids(tick, self.schedule.forward), self.schedule.forward
 
         def first(stage: jax.Array, tick: jax.Array, embedded: Any, came: Any) -> Any:
             is_first = (stage == 0) & (unit_of(tick, stage).chunk == 0)
             return jax.tree.map(lambda own, other: jnp.where(is_first, own, other), embedded, came)
 
-        x = by_stage(first, tick, self._embedded(ids), came, out_specs=specs(came))
-        rows, kept = self._rows(ids), []
-        with jax.named_scope("layers"):
-            for slot in range(len(self.slots)):
-                weights = self._weights(slot, tick, unit_of)
-                x, own = self.stack.layer(weights, self._shared(slot, tick, unit_of, rows), x)
-                kept.append(own)
+        rows = self._rows(ids)
+
+        @jax.named_scope("layers")
+        def run(slot: int, x: Activations) -> tuple[Activations, Any]:
+            return self.stack.layer(self._weights(slot, tick, unit_of), self._shared(slot, tick, unit_of, rows), x)
+
+        return by_stage(first, tick, self._embedded(ids), came, out_specs=specs(came)), run
+
+    def forward_all(self, tick: jax.Array, came: Activations) -> tuple[Activations, list[Any]]:
+        """Returns the output of every stage's chunk, and the values that the backward passes of its layers need."""
+        (x, run), kept = self.forward(tick, came), []
+        for slot in range(len(self.slots)):
+            x, own = run(slot, x)
+            kept.append(own)
         return x, kept
 
     def backward(
-        self, tick: jax.Array, kept_tree: Any, slots: list[jax.Array], dy: Activations, total: tuple[Llama, Sums]
-    ) -> tuple[tuple[Llama, Sums], Activations]:
-        """Returns the total with the gradients of every stage's chunk added, and the gradient of its input.
+        self, tick: jax.Array, kept: Leaves, trees: list[Any], dy: Activations
+    ) -> tuple[Leaves, Activations, Callable[[int, Activations, Llama], tuple[Activations, Llama]]]:
+        """Returns the values that the backward passes of every stage's chunk need, and the gradient of its output; and a
+        function from a slot, the gradient of its layer's output and all gradients to the gradient of the input and the
+        gradients with the layer's added.
 
         Args:
             tick: the tick.
-            kept_tree: structure of the values that `forward` returns, which are in `slots`.
-            slots: those values, each [slots, ...].
-            dy: gradient of the chunk's output.
-            total: gradients and sums.
+            kept: leaves of the values that `forward_all` returns, in slots of the schedule.
+            trees: structure of the values of each layer.
+            dy: gradient of the chunk's output, also where there is none.
         """
         schedule, unit_of = self.schedule, self.schedule.backward
 
-        def own(stage: jax.Array, tick: jax.Array, slots: Any, dy: Any) -> Any:
+        def own(stage: jax.Array, tick: jax.Array, kept: Any, dy: Any) -> Any:
             unit = unit_of(tick, stage)
             slot = schedule.slot_of(unit, stage)
-            kept = [jax.lax.dynamic_index_in_dim(x, slot, keepdims=False) for x in slots]
-            return kept, jax.tree.map(lambda x: jnp.where(unit.is_valid, x, 0), dy)
+            read = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), kept)
+            return read, jax.tree.map(lambda x: jnp.where(unit.is_valid, x, 0), dy)
 
-        in_slot = [lies.update(partitions=lies.partitions[1:]) for lies in specs(slots)]
-        leaves, dx = by_stage(own, tick, slots, dy, out_specs=(in_slot, specs(dy)))
-        kept, ids = jax.tree.unflatten(kept_tree, leaves), self._ids(tick, unit_of)
-        rows, (grads, sums) = self._rows(ids), total
-        layers: list[Any] = list(grads.layers)
-        with jax.named_scope("layers"):
-            for slot in reversed(range(len(layers))):
-                # Recompute nothing before the gradient arrives.
-                own_kept, dx = jax.lax.optimization_barrier((kept[slot], dx))
-                weights, shared = self._weights(slot, tick, unit_of), self._shared(slot, tick, unit_of, rows)
-                d_weights, dx, _ = self.stack.layer_back(weights, shared, own_kept, dx, ())
-                layers[slot] = self._plus(layers[slot], self.stack.ungrouped(d_weights), tick)
+        in_slot = jax.tree.map(lambda lies: lies.update(partitions=lies.partitions[1:]), specs(kept))
+        read, dx = by_stage(own, tick, kept, dy, out_specs=(in_slot, specs(dy)))
+        rows = self._rows(self._ids(tick, unit_of))
+
+        @jax.named_scope("layers")
+        def run(slot: int, dx: Activations, grads: Llama) -> tuple[Activations, Llama]:
+            # Recompute nothing before the gradient arrives.
+            own_kept, dx = jax.lax.optimization_barrier((jax.tree.unflatten(trees[slot], read[slot]), dx))
+            weights, shared = self._weights(slot, tick, unit_of), self._shared(slot, tick, unit_of, rows)
+            d_weights, dx, _ = self.stack.layer_back(weights, shared, own_kept, dx, ())
+            layers: list[Any] = list(grads.layers)
+            layers[slot] = self._plus(layers[slot], self.stack.ungrouped(d_weights), tick)
+            return dx, _with(grads, layers=nnx.data(tuple(layers)))
+
+        return read, dx, run
+
+    def embed_back(self, tick: jax.Array, dx: Activations, grads: Llama) -> Llama:
+        """Returns the gradients with the embedding's added, from the gradient of every chunk's input."""
+        if grads.embedding is None:
+            return grads
+        unit_of = self.schedule.backward
+
+        def first(stage: jax.Array, tick: jax.Array, dx: jax.Array) -> jax.Array:
+            return jnp.where((stage == 0) & (unit_of(tick, stage).chunk == 0), dx, 0)
+
         with jax.named_scope("embed"):
-            embedding = grads.embedding
-            if embedding is not None:
+            d_first = by_stage(first, tick, dx.residual, out_specs=jax.typeof(dx.residual).sharding.spec)
+            tokens = laid_out(self._ids(tick, unit_of)["tokens"], "gather")
+            _, pull_back = jax.vjp(lambda table: look_up(table[...], tokens), self.model.embedding)
+            return _with(grads, embedding=_add(grads.embedding, pull_back(d_first)[0]))
 
-                def first(stage: jax.Array, tick: jax.Array, dx: jax.Array) -> jax.Array:
-                    return jnp.where((stage == 0) & (unit_of(tick, stage).chunk == 0), dx, 0)
-
-                d_first = by_stage(first, tick, dx.residual, out_specs=jax.typeof(dx.residual).sharding.spec)
-                tokens = laid_out(ids["tokens"], "gather")
-                _, pull_back = jax.vjp(lambda table: look_up(table[...], tokens), self.model.embedding)
-                embedding = _add(embedding, pull_back(d_first)[0])
-        return (_with(grads, layers=nnx.data(tuple(layers)), embedding=embedding), sums), dx
-
-    def end(self, tick: jax.Array, y: Activations, total: tuple[Llama, Sums]) -> tuple[tuple[Llama, Sums], Activations]:
-        """Returns the total with the losses of the last stage's micro-batch and the gradients of final norm and head added,
-        and the gradient of y, which is zero on all other stages."""
-        grads, sums = total
+    def end(self, tick: jax.Array, y: Activations, grads: Llama, sums: Sums) -> tuple[Activations, Llama, Sums]:
+        """Returns the gradient of every chunk's output, zero where that is not the end of the model; the gradients with those
+        of final norm and head added; and the sums with those of the last stage's micro-batch."""
         name = "embedding" if self.model.head is None else "head"
 
         def add(y: Activations, d_norm: Any, d_head: Any, sums: Sums) -> Any:
@@ -254,7 +277,7 @@ class _Stages:
         else:
             is_end = self._ends(tick, self.schedule.stages - 1)
             dy, d_norm, d_head, sums = jax.lax.cond(is_end, add, lambda *given: given, *given)
-        return (_with(grads, **{"final_norm": d_norm, name: d_head}), sums), dy
+        return dy, _with(grads, **{"final_norm": d_norm, name: d_head}), sums
 
     def loss(self, norm: Any, head: nnx.Param, tick: jax.Array, y: Activations) -> tuple[jax.Array, Sums]:
         """Returns the loss of the last stage's micro-batch and its sums, from the activations of all stages."""
