@@ -144,7 +144,7 @@ def plan(config: Config, *, alternatives: bool = False, sweep: str | None = None
     from llamajax.results import Plan
 
     with _guest():
-        made, figures = compile_plan(*check(config, sweep), alternatives=alternatives)
+        made, figures = compile_plan(config, *check(config, sweep), alternatives=alternatives)
     return Plan(figures, made)
 
 

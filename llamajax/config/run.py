@@ -32,6 +32,7 @@ from llamajax.config.stages import pipeline_problems
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError, show
+from llamajax.units import format_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,21 +213,30 @@ class Config(Settings):
         """Returns the number of positions in all rows of the first `step` steps, each in rows of its stage's length."""
         stages = self.data.all_stages
         ends = [*(stage.from_step for stage in stages[1:]), step]
-        steps = [max(0, min(step, end) - stage.from_step) for stage, end in zip(stages, ends, strict=True)]
-        return self.train.global_batch_size * sum(n * stage.seq_len for n, stage in zip(steps, stages, strict=True))
+        after = self.train.rows_after
+        return sum(
+            (after(max(stage.from_step, min(step, end))) - after(stage.from_step)) * stage.seq_len
+            for stage, end in zip(stages, ends, strict=True)
+        )
 
     def in_rows_of(self, seq_len: int) -> "Config":
         """Returns the run as it computes in a stage of such rows; `data.stages` remains, but means nothing."""
         return self.changed({"data.seq_len": seq_len})
 
-    def in_longest_rows(self) -> "Config":
-        """Returns the run without stages, with all steps in its longest rows, which take the most time per step, for as many
-        tokens."""
-        if not self.data.stages:
+    def in_steps_of(self, seq_len: int, batch_size: int) -> "Config":
+        """Returns the run as it computes such steps, alike from first to last."""
+        return self.changed({"data.seq_len": seq_len, "train": self.train.in_batches_of(batch_size)})
+
+    def in_largest_steps(self) -> "Config":
+        """Returns the run without stages and ramp, with the full batch of its longest rows in all steps, which take the most
+        time per step, for as many tokens."""
+        data, train = self.data, self.train.in_batches_of(self.train.global_batch_size)
+        if data.stages:
+            data = data.without_stages(max(data.row_lengths.values()))
+        if (data, train) == (self.data, self.train):
             return self
-        longest = self.data.without_stages(max(self.data.row_lengths.values()))
         budget = self.hardware.token_budget or float(self.tokens_after(self.train.num_steps))
-        return self.changed({"data": longest, "hardware.token_budget": budget})
+        return self.changed({"data": data, "train": train, "hardware.token_budget": budget})
 
     def batch_arithmetic(self, num_devices: int) -> str:
         """Returns the arithmetic of the batch in one line, for people to check."""
@@ -236,6 +246,18 @@ class Config(Settings):
             f"global batch {train.global_batch_size} sequences x {seq_len} tokens ="
             f" {train.global_batch_size * seq_len:,} tokens = {self.rows_per_device(axes)} per device x"
             f" {num_parts('micro_batch', axes)} data-parallel devices x {train.grad_accum_steps} accumulation steps"
+        )
+
+    def ramp_arithmetic(self) -> str:
+        """Returns the ramp of the batch in one line, for people to check; empty without a ramp."""
+        phases, ramp = self.train.batch_phases, self.train.global_batch_ramp
+        if len(phases) == 1:
+            return ""
+        full = phases[-1]
+        return (
+            f"{ramp.start:,} to {full.batch_size:,} sequences by {ramp.increment:,} in {len(phases)} phases; full after"
+            f" {full.from_step:,} of {self.train.num_steps:,} steps, {full.first_row:,} sequences and"
+            f" {format_count(self.tokens_after(full.from_step))} tokens"
         )
 
     def file_problems(self) -> list[str]:

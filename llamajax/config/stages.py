@@ -59,6 +59,12 @@ def pipeline_problems(config: "Config", axes: Mapping[str, int]) -> Iterator[str
             f"train.grad_accum_steps: {m} must be a multiple of mesh.pipeline={stages} for parallel.pipeline: interleaved; set"
             f" {nearest}, or 1f1b"
         )
+    elif parallel.pipeline == "interleaved" and config.train.smallest_batch // config.train.micro_batch_size % stages:
+        rows = config.train.micro_batch_size * stages
+        yield (
+            f"train.global_batch_ramp: start and increment must be multiples of {rows} sequences, a micro-batch for each of"
+            f" mesh.pipeline={stages} stages, for parallel.pipeline: interleaved; change them, or set 1f1b or auto"
+        )
     if layers % stages or chunks > 1:
         dim = "embed" if model.num_kv_heads % axes["tensor"] == 0 else "embed_tensor"
         columns = stages * num_parts(dim, axes) * (axes["data"] if parallel.zero_data else 1)

@@ -1,11 +1,15 @@
 """Settings of optimizer, steps, checkpoints and the sample at the end."""
 
+import bisect
 import hashlib
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from llamajax.config.batch_ramp import BatchPhase, BatchRampConfig, batch_phases
 from llamajax.config.model import DType
 from llamajax.config.rules import (
     Bound,
@@ -98,6 +102,8 @@ class TrainConfig(Section):
     grad_accum_dtype: DType = "float32"
     """Type of that sum. `bfloat16` halves its memory, but loses the part of every micro-batch that is below 1/256 of the
     sum."""
+    global_batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
+    """Smaller global batches at the start of the run. The size of a micro-batch stays the same, and their number grows."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311, section 5)."""
     frozen: tuple[str, ...] = ()
@@ -119,6 +125,21 @@ class TrainConfig(Section):
             yield f"grad_accum_dtype: {self.grad_accum_dtype} has no effect with grad_accum_steps=1; remove it"
         if self.eval_every is not None and self.eval_batches <= 0:
             yield f"eval_every: {self.eval_every} needs eval_batches above 0"
+        start, increment = self.global_batch_ramp.start or 0, self.global_batch_ramp.increment or 0
+        if min(start, increment, accumulated, batch_size) > 0 and batch_size % accumulated == 0:
+            yield from self._broken_rules_of_ramp(start, increment)
+
+    def _broken_rules_of_ramp(self, start: int, increment: int) -> Iterator[str]:
+        full, rows = self.global_batch_size, self.micro_batch_size
+        if start >= full:
+            yield f"global_batch_ramp.start: {start} must be below global_batch_size={full}; lower it, or remove the ramp"
+        elif (full - start) % increment:
+            growth = f"the growth from start={start} to global_batch_size={full}"
+            yield f"global_batch_ramp.increment: {increment} must divide {growth}, {full - start}; choose a divisor"
+        elif self.smallest_batch % rows:
+            remedy = f"make grad_accum_steps a multiple of {full // self.smallest_batch}"
+            sizes = f"start={start} and increment={increment} must be multiples of the {rows} sequences of a micro-batch"
+            yield f"global_batch_ramp.start: {sizes} (global_batch_size / grad_accum_steps); {remedy}"
 
     def is_frozen(self, name: str) -> bool:
         """Whether the parameter of this name is not trained."""
@@ -130,9 +151,37 @@ class TrainConfig(Section):
         return self.global_batch_size // self.grad_accum_steps
 
     @property
-    def num_rows(self) -> int:
-        """Sequences of all steps."""
-        return self.num_steps * self.global_batch_size
+    def batch_phases(self) -> tuple[BatchPhase, ...]:
+        """Phases of `global_batch_ramp` in order, the full batch last; a single one without a ramp."""
+        return batch_phases(self.global_batch_ramp, self.global_batch_size)
+
+    @property
+    def smallest_batch(self) -> int:
+        """Greatest common divisor of all batch sizes; micro-batches must divide it."""
+        ramp = self.global_batch_ramp
+        return math.gcd(self.global_batch_size, ramp.start or 0, ramp.increment or 0)
+
+    def phase_at(self, step: int) -> int:
+        """Returns the index in `batch_phases` of the step after `step` finished steps."""
+        return bisect.bisect_right(self.batch_phases, step, key=attrgetter("from_step")) - 1
+
+    def batch_size_at(self, step: int) -> int:
+        """Returns the sequences of the step after `step` finished steps."""
+        return self.batch_phases[self.phase_at(step)].batch_size
+
+    def rows_after(self, step: int) -> int:
+        """Returns the sequences of the first `step` steps."""
+        phase = self.batch_phases[self.phase_at(step)]
+        return phase.first_row + (step - phase.from_step) * phase.batch_size
+
+    def in_batches_of(self, batch_size: int) -> "TrainConfig":
+        """Returns the run with this batch size in all steps, in micro-batches of the same size."""
+        steps = batch_size // self.micro_batch_size
+        dtype = self.grad_accum_dtype if steps > 1 else "float32"  # the only one allowed without accumulation
+        return replace(
+            self, global_batch_size=batch_size, grad_accum_steps=steps, grad_accum_dtype=dtype,
+            global_batch_ramp=BatchRampConfig(),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

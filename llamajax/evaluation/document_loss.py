@@ -16,6 +16,7 @@ from jaxtyping import Int32
 from rich.table import Table
 
 from llamajax.config.bases import read_file
+from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.evaluate import DocumentsConfig, EvaluateConfig
 from llamajax.config.file import load_config, read_config
 from llamajax.config.model import ModelConfig
@@ -204,6 +205,7 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
         "data": replace(run_config.data.without_stages(seq_len), tokenizer=replace(run_config.data.tokenizer, path=None)),
         "train.global_batch_size": whole_batch(config.batch_size or run_config.train.micro_batch_size),
         "train.grad_accum_steps": 1,
+        "train.global_batch_ramp": BatchRampConfig(),
         "train.eval_every": None,
         "train.eval_batches": 0,  # `prepare` need not find any; `Part.batches` sets the number
         "mesh": config.mesh,

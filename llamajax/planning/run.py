@@ -32,7 +32,8 @@ PAGES = ("--picture",)
 def run(config: Config, options: Mapping[str, str]) -> None:
     """Plans `config`, prints the plan and writes the files that `options` names.
 
-    Of a run in stages, the stage with the longest rows is planned for all steps: its step takes the most memory.
+    Of a run in stages, the stage with the longest rows is planned for all steps: its step takes the most memory. Of a run
+    with a ramp of its batch, the full batch is planned for all steps.
 
     Args:
         config: the run.
@@ -46,7 +47,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     asked, (config, sweep) = config, check(config, options.get("--sweep"))
     check_outputs(options, FILES, PAGES)
     try:
-        plan, told = compile_plan(config, sweep, alternatives="--alternatives" in options)
+        plan, told = compile_plan(asked, config, sweep, alternatives="--alternatives" in options)
     except CompilerMissingError as missing:
         told = figures.estimated_figures(config, str(missing))
         text.print_estimate(config, told)
@@ -57,6 +58,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
     if len(lengths) > 1:
         others = f"--sweep data.seq_len={','.join(map(str, lengths))} compares all lengths"
         log(f"stages     planned with rows of {lengths[-1]:,} tokens, the longest, for the tokens of all stages; {others}")
+    text.print_ramp(asked, told)
     write_output(options, "--json", lambda: json.dumps(told, indent=1))
     write_output(options, "--trace", lambda: json.dumps(perfetto(plan.chosen.timeline)))
     write_output(options, "--hlo", lambda: plan.chosen.step.hlo)
@@ -64,7 +66,7 @@ def run(config: Config, options: Mapping[str, str]) -> None:
 
 
 def check(config: Config, sweep: str | None) -> tuple[Config, Sweep | None]:
-    """Returns the run in its longest rows, and the sweep, once both can be planned; keeps jax away from GPUs.
+    """Returns the run in its largest steps, and the sweep, once both can be planned; keeps jax away from GPUs.
 
     Raises:
         ConfigError: no GPU is named, the cluster cannot be divided this way, or the sweep is wrong.
@@ -73,12 +75,12 @@ def check(config: Config, sweep: str | None) -> tuple[Config, Sweep | None]:
     planned_gpu(config.hardware)
     if problems := plan_problems(config):
         raise ConfigError("\n".join(problems))
-    config = config.in_longest_rows()
+    config = config.in_largest_steps()
     return config, None if sweep is None else read_sweep(sweep, config)
 
 
-def compile_plan(config: Config, sweep: Sweep | None, *, alternatives: bool) -> tuple[Plan, dict[str, Any]]:
-    """Plans what `check` returns, and returns the plan with its figures.
+def compile_plan(asked: Config, config: Config, sweep: Sweep | None, *, alternatives: bool) -> tuple[Plan, dict[str, Any]]:
+    """Plans what `check` returns for the run `asked`, and returns the plan with its figures.
 
     Raises:
         CompilerMissingError: XLA's compiler for GPUs is missing.
@@ -87,7 +89,8 @@ def compile_plan(config: Config, sweep: Sweep | None, *, alternatives: bool) -> 
     with waiting("compiling") as doing:
         plan = make_plan(config, alternatives=alternatives, doing=doing)
         plans = run_sweep(sweep, plan, doing=doing) if sweep else ()
-    return plan, figures.figures(plan, sweep, plans)
+    told = figures.figures(plan, sweep, plans)
+    return plan, told | {"ramp": figures.ramp(asked, plan.chosen.step.run, told)}
 
 
 def main(config: Config, options: Mapping[str, str]) -> int:

@@ -24,7 +24,7 @@ class TrainState:
     """Everything a run carries from step to step; saved whole, restored whole."""
 
     step: jax.Array
-    """Number of finished steps, int32; also the data position, because every step takes `global_batch_size` rows."""
+    """Number of finished steps, int32; it decides the data position, see `TrainConfig.rows_after`."""
     model: Llama
     """Master weights in `param_dtype`."""
     opt_state: Any

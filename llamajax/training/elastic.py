@@ -79,12 +79,14 @@ def for_devices(config: Config, num_devices: int, began: Mapping[str, Any]) -> C
     mesh, train = config.mesh.axis_sizes(num_devices), config.train
     if mesh == began["mesh"]:
         return config
-    shards, rows = num_parts("micro_batch", mesh), train.global_batch_size
+    shards, rows = num_parts("micro_batch", mesh), train.smallest_batch
     if rows % shards:
         over = " x ".join(f"{axis}({mesh[axis]})" for axis in axes_of("micro_batch") if mesh[axis] > 1)
-        raise ConfigError(f"train.global_batch_size: {rows} rows cannot be divided over {over}")
+        key = "global_batch_size" if rows == train.global_batch_size else "global_batch_ramp"
+        raise ConfigError(f"train.{key}: {rows} rows cannot be divided over {over}")
     most, per_device = rows_per_device(train.global_batch_size, began), rows // shards
-    steps = next(n for n in range(1, per_device + 1) if per_device % n == 0 and per_device // n <= most)
+    parts = next(n for n in range(1, per_device + 1) if per_device % n == 0 and per_device // n <= most)
+    steps = parts * (train.global_batch_size // rows)
     changes: dict[str, Any] = {"train.grad_accum_steps": steps}
     if steps == 1:
         changes["train.grad_accum_dtype"] = "float32"  # the only dtype allowed without accumulation

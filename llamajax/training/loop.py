@@ -19,7 +19,7 @@ from llamajax.processes.heartbeat import WAITING
 from llamajax.step.state import TrainState
 from llamajax.training.bad_steps import BadSteps
 from llamajax.training.replicas import Replicas
-from llamajax.training.stages import described
+from llamajax.training.stages import Programs, described, described_phase
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console, metrics, run_log
@@ -48,8 +48,8 @@ class Trainer:
     """The run on these devices."""
     num_eval_rows: int
     """Number of held-out rows in an evaluation."""
-    compilations: Mapping[int, Compilation]
-    """Compiled `train_step`, by length of rows."""
+    programs: Programs
+    """Compiled `train_step` for every kind of batch."""
     replicas: Replicas
     """Comparison of arrays that several devices hold, also before every checkpoint."""
     dataset: Dataset
@@ -134,24 +134,43 @@ class _Progress:
         # Below `step` if the run resumes from a local disk, which may be lost.
         self._saved_step = trainer.checkpointer.newest or 0
         self._save_is_due = False
-        self._stage = -1 if trainer.config.data.stages else 0
+        config, several = trainer.config, len(trainer.config.train.batch_phases) > 1
+        self._stage, self._phase = -1 if config.data.stages else 0, -1 if several else 0
 
     def tell_what_runs(self) -> None:
         """Records programs and data in the run's log."""
-        for seq_len, compilation in self._trainer.compilations.items():
-            self._writer.event("compile", seq_len=seq_len, from_cache=compilation.from_cache, **compilation.facts)
+        for seq_len, compilation in self._trainer.programs.full.items():
+            self._tell_program(compilation, seq_len, self._config.train.global_batch_size)
         dataset = self._trainer.dataset
         in_all = dataset.epochs(self._config.train.num_steps, self._passed_over)
         self._writer.event("data", fingerprint=dataset.fingerprint, stages=dataset.stage_fingerprints, epochs=in_all)
 
     def begin_stage(self) -> None:
-        """Logs the stage if the next step is its first."""
-        if (begun := self._config.data.stage_at(self.step)) == self._stage:
+        """Logs the stage, and the phase of the batch, if the next step is its first; compiles the step of a phase."""
+        data, train = self._config.data, self._config.train
+        before, begun = (self._stage, self._phase), (data.stage_at(self.step), train.phase_at(self.step))
+        if begun == before:
             return
-        self._stage = begun
+        self._stage, self._phase = begun
         self.check(self._writer.flush())
         self._trainer.watchdog.other_steps()
-        console.log(f"stage      {described(self._config.data, begun)}")
+        if self._stage != before[0]:
+            console.log(f"stage      {described(data, self._stage)}")
+        if self._phase != before[1]:
+            console.log(f"phase      {described_phase(train, self._phase)}")
+        if self._trainer.programs.find(*self._kind_of_batch) is None:
+            with self._trainer.watchdog.phase("compile"), self._writer.pause("compiling"):
+                compilation = self._trainer.programs.compile(*self._kind_of_batch)
+            self._tell_program(compilation, *self._kind_of_batch)
+
+    @property
+    def _kind_of_batch(self) -> tuple[int, int]:
+        """Tokens per row and rows of the next step."""
+        return self._config.data.all_stages[self._stage].seq_len, self._config.train.batch_phases[self._phase].batch_size
+
+    def _tell_program(self, program: Compilation, seq_len: int, batch_size: int) -> None:
+        facts = {"seq_len": seq_len, "global_batch_size": batch_size, "from_cache": program.from_cache, **program.facts}
+        self._writer.event("compile", **facts)
 
     def take_step(self) -> None:
         """Trains on the next batch."""
@@ -159,7 +178,8 @@ class _Progress:
         watchdog.doing("waiting for its batch")
         _, batch = next(self._loader)
         watchdog.doing(WAITING)
-        program = self._trainer.compilations[self._config.data.all_stages[self._stage].seq_len]
+        program = self._trainer.programs.find(*self._kind_of_batch)
+        assert program is not None
         self.state, values = program.step(self.state, batch)
         self.step += 1
         self.check(self._writer.write(self.step, values, data_wait_s=self._loader.wait_s))
@@ -244,7 +264,7 @@ class _Progress:
 def position_meta(config: Config, step: int, passed_over: Sequence[PassedOver]) -> dict[str, Any]:
     """Returns what a checkpoint says about the data position of the run after `step` steps."""
     return {
-        "position": next_row(step, config.train.global_batch_size, passed_over),
+        "position": next_row(step, config.train.rows_after, passed_over),
         "tokens": config.tokens_after(step),
         "passed_over": [dataclasses.asdict(window) for window in passed_over],
     }

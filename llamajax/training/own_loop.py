@@ -63,7 +63,9 @@ class OwnLoop:
         Returns:
             The state after it, and float32 scalars on the devices: `loss` (nats per token), `grad_norm` and others.
         """
-        return self.trainer.compilations[batch["tokens"].shape[-1]].step(state, batch)
+        accumulated, rows, seq_len = batch["tokens"].shape
+        kind, programs = (seq_len, accumulated * rows), self.trainer.programs
+        return (programs.find(*kind) or programs.compile(*kind)).step(state, batch)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Returns `loss` (nats per token) and `bits_per_byte` of held-out rows, as the command evaluates after this step."""

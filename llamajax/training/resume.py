@@ -37,13 +37,14 @@ def check_settings(config: Config, saved: Saved) -> None:
     Raises:
         CheckpointError: settings differ that may not; names each one.
     """
-    position, batch_size = saved.meta["data"]["position"], config.train.global_batch_size
+    position, train = saved.meta["data"]["position"], config.train
     passed_over = parse_passed_over(saved.meta["data"].get("passed_over", ()))
-    if position != next_row(saved.step, batch_size, passed_over):
-        batch_size_before = saved.meta["config"]["train"]["global_batch_size"]
+    if position != (now_at := next_row(saved.step, train.rows_after, passed_over)):
+        before, now = saved.meta["config"]["train"], config_to_dict(train)
+        other = "global_batch_size" if before["global_batch_size"] != train.global_batch_size else "global_batch_ramp"
         raise CheckpointError(
-            f"train.global_batch_size: {batch_size} would skip or repeat data, because the run's {saved.step} steps took"
-            f" {saved.step * batch_size_before} rows; keep {batch_size_before}, or choose another run_dir"
+            f"train.{other}: {_shown(now[other])} would skip or repeat data, because the run's {saved.step} steps end before"
+            f" row {position}, not {now_at}; keep {_shown(before.get(other))}, or choose another run_dir"
         )
     before, now = _settings(without_removed(saved.meta["config"])), _settings(config_to_dict(config))
     # A setting that is newer than the run has its default, which changes nothing.
@@ -109,6 +110,8 @@ def _settings(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_shown(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     return value if isinstance(value, str) else json.dumps(value)

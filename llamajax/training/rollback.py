@@ -114,7 +114,7 @@ def go_back(
         CheckpointError: the run has checkpoints, but none of them is good; or another process has taken over the run.
         OSError: the record cannot be written.
     """
-    run_dir, rows_per_step = Path(config.run_dir).expanduser(), config.train.global_batch_size
+    run_dir, rows_after = Path(config.run_dir).expanduser(), config.train.rows_after
     with contextlib.suppress(SaveError):  # already reported; that checkpoint is not the target
         checkpointer.wait()
     restored = checkpointer.restore(abstract_state, before=bad.first_step, passed_over=passed_over)
@@ -128,7 +128,7 @@ def go_back(
         if restored is None:
             restored = checkpointer.restore(abstract_state, before=bad.first_step, passed_over=passed_over)
     step = 0 if restored is None else restored.step
-    first, end = (next_row(n, rows_per_step, passed_over) for n in (step, bad.last_step))
+    first, end = (next_row(n, rows_after, passed_over) for n in (step, bad.last_step))
     first_row, num_rows = (first, end - first) if bad.pass_over else (first, 0)
     now = of_first(round(time.time(), 3))
     if bad.pass_over:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from llamajax.model import Llama
 from llamajax.parallel import compilation_cache, mesh, startup
 from llamajax.parallel.arrays import concretise
 from llamajax.parallel.zero import whole_over_data
-from llamajax.planning.scheduling import Compilation, check_told
+from llamajax.planning.scheduling import check_told
 from llamajax.processes.exit import end_process, exit_code
 from llamajax.processes.peers import check_same_everywhere, everyones
 from llamajax.step.state import TrainState, abstract_state
@@ -33,7 +32,7 @@ from llamajax.training.loop import Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_data
 from llamajax.training.rollback import go_back
-from llamajax.training.stages import check_forms, compile_steps, resolve_stages
+from llamajax.training.stages import Programs, check_forms, resolve_stages
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console, startup_time
@@ -129,11 +128,11 @@ def prepare_trainer(
     meta = checkpoint_meta(asked, dataset, beginning.origin.hf, outset.began)
     if beginning.found is not None:
         check_data(asked, beginning.found, meta)
-    compilations, replicas = compile_all(config, outset.abstract, watchdog)
+    programs, replicas = compile_all(config, outset.abstract, watchdog)
     trainer = Trainer(
         config=config,
         num_eval_rows=config.train.eval_batches * asked.train.micro_batch_size,
-        compilations=compilations,
+        programs=programs,
         replicas=replicas,
         dataset=dataset,
         meta=meta,
@@ -166,7 +165,7 @@ def prepare_data(config: Config, beginning: Beginning) -> Dataset:
     return dataset
 
 
-def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[Mapping[int, Compilation], Replicas]:
+def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[Programs, Replicas]:
     """Compiles the training step for each length of rows, and the comparison of replicas; all processes call this
     together."""
     watchdog.begin("compile")
@@ -174,7 +173,7 @@ def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tup
     run_dir = Path(config.run_dir).expanduser().absolute()
     same = (str(run_dir), os.path.expanduser(config.data.cache_dir), os.environ.get("XLA_FLAGS"))
     compilation_cache.start(config.xla.compilation_cache, say, run=repr(same))
-    return compile_steps(runs), Replicas(config.recovery, abstract)
+    return Programs(config, runs), Replicas(config.recovery, abstract)
 
 
 def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abstract: TrainState) -> tuple[TrainState, bool]:

@@ -1,4 +1,5 @@
-"""Compiles the programs of a run's stages before the first step: one for each row length, with its choices reported."""
+"""Compiles the programs of a run: before the first step one for each row length, with its choices reported, and others when
+the phases of `train.global_batch_ramp` begin."""
 
 import time
 from collections.abc import Mapping
@@ -7,9 +8,10 @@ import jax
 
 from llamajax.config.data import DataConfig
 from llamajax.config.run import Config
+from llamajax.config.training import TrainConfig
 from llamajax.kernels.choice import compute_capability
 from llamajax.planning.scheduling import Compilation, compile_here, resolve_here
-from llamajax.step.compile import lower, told
+from llamajax.step.compile import Option, lower, told
 from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve
 from llamajax.step.state import abstract_state
 from llamajax.watch import console
@@ -29,8 +31,8 @@ def check_forms(config: Config) -> None:
 
 
 def resolve_stages(config: Config) -> dict[int, ResolvedRun]:
-    """Resolves the run for each of its row lengths and reports the choices and their reasons; for later stages, only
-    changes.
+    """Resolves the run with its full batch for each of its row lengths and reports the choices and their reasons; for later
+    stages, only changes.
 
     All processes call this together.
 
@@ -38,7 +40,8 @@ def resolve_stages(config: Config) -> dict[int, ResolvedRun]:
         ConfigError: these devices cannot compute a requested form.
     """
     capability, told_before = compute_capability(), dict[str, str]()
-    lengths = {stage.seq_len: config.in_rows_of(stage.seq_len) for stage in config.data.all_stages}
+    full = config.train.global_batch_size
+    lengths = {stage.seq_len: config.in_steps_of(stage.seq_len, full) for stage in config.data.all_stages}
     runs = {seq_len: resolve_here(of_length, say) for seq_len, of_length in lengths.items()}
     for seq_len, run in runs.items():
         kernel, warning = attention_kernel(run, capability)
@@ -66,15 +69,68 @@ def compile_steps(runs: Mapping[int, ResolvedRun]) -> dict[int, Compilation]:
     """
     compilations = {}
     for seq_len, run in runs.items():
-        started = time.monotonic()
-        compilations[seq_len] = compilation = compile_here(run, lower(run, abstract_state(run.config)))
-        of_length = f"rows of {seq_len:,} tokens: " if len(runs) > 1 else ""
-        console.log(f"options    {of_length}{told(compilation.options, jax.devices()[0].device_kind)}")
-        programs = jax.config.values["jax_compilation_cache_dir"]
-        came = f", loaded from {programs}" if compilation.from_cache else ""
-        memory = console.memory_summary(compilation.step)
-        console.log(f"compile    {of_length}{time.monotonic() - started:.1f} s{came}; {memory}")
+        compilations[seq_len] = _compile(run, f"rows of {seq_len:,} tokens: " if len(runs) > 1 else "")
     return compilations
+
+
+def _compile(run: ResolvedRun, which: str, known: Mapping[str, Option] | None = None) -> Compilation:
+    """Compiles a step and logs a line about it, and one about its options unless they are the `known` ones."""
+    started = time.monotonic()
+    compilation = compile_here(run, lower(run, abstract_state(run.config)))
+    if compilation.options != known:
+        console.log(f"options    {which}{told(compilation.options, jax.devices()[0].device_kind)}")
+    programs = jax.config.values["jax_compilation_cache_dir"]
+    came = f", loaded from {programs}" if compilation.from_cache else ""
+    memory = console.memory_summary(compilation.step)
+    console.log(f"compile    {which}{time.monotonic() - started:.1f} s{came}; {memory}")
+    return compilation
+
+
+class Programs:
+    """The compiled training steps of a run.
+
+    Steps with the full batch are compiled first, because they need the most memory. Steps of a phase of
+    `train.global_batch_ramp` differ in the number of micro-batches, and in forms that depend on it. One phase at a time has
+    its program.
+    """
+
+    def __init__(self, config: Config, runs: Mapping[int, ResolvedRun]) -> None:
+        """Compiles the steps with the full batch.
+
+        Args:
+            config: the run.
+            runs: the result of `resolve_stages`.
+        """
+        self._config, self._runs, self.full = config, runs, compile_steps(runs)
+        """Compiled steps with the full batch, by row length."""
+        self._of_phase = dict[tuple[int, int], Compilation]()
+
+    def find(self, seq_len: int, batch_size: int) -> Compilation | None:
+        """Returns the step for such batches; None: it is not compiled."""
+        is_full = batch_size == self._config.train.global_batch_size
+        return self.full[seq_len] if is_full else self._of_phase.get((seq_len, batch_size))
+
+    def compile(self, seq_len: int, batch_size: int) -> Compilation:
+        """Compiles the step for smaller batches in place of the one for the phase before; all processes call this
+        together."""
+        full = self._runs[seq_len]
+        config = self._config.in_steps_of(seq_len, batch_size).changed({"model.remat": full.config.model.remat})
+        run = resolve_here(config)
+        for setting, reason in run.reasons.items():
+            if reason.partition(":")[0] != full.reasons.get(setting, reason).partition(":")[0]:
+                console.log(f"{setting:10} {reason}")
+        which = f"batches of {batch_size:,} sequences: "
+        self._of_phase = {(seq_len, batch_size): _compile(run, which, self.full[seq_len].options)}
+        return self._of_phase[seq_len, batch_size]
+
+
+def described_phase(train: TrainConfig, number: int) -> str:
+    """Describes a phase of the ramp, counted from 0, in a line: `3 of 60: 96 sequences in 3 micro-batches, to step 640`."""
+    phases, (_, _, batch_size) = train.batch_phases, train.batch_phases[number]
+    end = min([train.num_steps, *(phase.from_step for phase in phases[number + 1 :])])
+    steps = batch_size // train.micro_batch_size
+    several = f"{steps:,} micro-batch{'es' if steps > 1 else ''}"
+    return f"{number + 1} of {len(phases)}: {batch_size:,} sequences in {several}, to step {end:,}"
 
 
 def described(data: DataConfig, number: int) -> str:

@@ -95,7 +95,7 @@ def scale(config: Config, num_devices: int | None) -> Scaled | None:
     if math.prod(configured.values()) == 1:
         return None
     lengths = frozenset(stage.seq_len for stage in config.data.all_stages)
-    config = config.in_longest_rows()
+    config = config.in_largest_steps()
     axes = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
     trained = resolve(config, configured).config
     verified = scale_down(config, configured, axes).changed({"model.remat": trained.model.remat})

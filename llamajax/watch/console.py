@@ -175,6 +175,8 @@ def print_header(config: Config, model: Any) -> None:
             f" at small learning rates; float32 needs {format_bytes(2 * num_params)} more in all"
         )
     log(f"batch      {config.batch_arithmetic(jax.device_count())}")
+    if ramp := config.ramp_arithmetic():
+        log(f"ramp       {ramp}")
     log(f"model      {format_count(num_params)} parameters ({num_params:,})")
     print_table(parameter_table(model))
 

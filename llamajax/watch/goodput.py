@@ -28,7 +28,7 @@ PARTS = {
 """Every way in which a run spends time, with a description."""
 
 _OF_START = {"start": "start_s", "compile": "compile_s", "load": "load_s"}
-_OF_PAUSES = {"saving": "save", "evaluating": "evaluation", "comparing replicas": "replicas"}
+_OF_PAUSES = {"saving": "save", "evaluating": "evaluation", "comparing replicas": "replicas", "compiling": "compile"}
 _ENDS_WELL = ("finished", "stopped")
 
 

@@ -250,7 +250,7 @@ class MetricsWriter:
         well."""
         model, stage = self._config.model, self._config.data.stage_at(step - 1)
         seq_len, keys = self._stages[stage].seq_len, None if self._keys is None else self._keys[stage]
-        tokens_per_sec = self._config.train.global_batch_size * seq_len / step_time_s
+        tokens_per_sec = self._config.train.batch_size_at(step - 1) * seq_len / step_time_s
         share_per_flop = tokens_per_sec / self._num_devices / self._peak.flops_per_sec
         return {
             "perf/step_time_s": step_time_s,

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.cleaning import (
     CleaningConfig,
     DecontaminationConfig,
@@ -38,6 +39,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     DataConfig: {"sources": (SourceConfig(kind="stdlib"),), "seq_len": 8},
     OptimizerConfig: {"learning_rate": 1e-3},
     TrainConfig: {"num_steps": 10, "global_batch_size": 8},
+    BatchRampConfig: {},
     CheckpointConfig: {},
     MetricsConfig: {},
     ProfileConfig: {},
@@ -48,6 +50,12 @@ SECTIONS: dict[type, dict[str, Any]] = {
     WatchdogConfig: {},
 }
 """The least that every section needs."""
+
+
+def ramp(start, increment):
+    return {"global_batch_ramp": BatchRampConfig(start=start, increment=increment, sequences=100)}
+
+
 SOURCES = SourceConfig(kind="stdlib"), SourceConfig(kind="stdlib", weight=0.0)
 """The second one comes later."""
 BROKEN = [
@@ -136,6 +144,13 @@ BROKEN = [
     (TrainConfig, {"z_loss_weight": -1.0, "eval_batches": -1}, ["z_loss_weight", "eval_batches"]),
     (TrainConfig, {"eval_every": 0}, ["eval_every"]),
     (TrainConfig, {"eval_every": 5, "eval_batches": 0}, ["eval_every"]),
+    (BatchRampConfig, {"start": 0, "increment": -1, "sequences": 5}, ["start", "increment"]),
+    (BatchRampConfig, {"start": 4, "sequences": 5}, ["increment"]),
+    (BatchRampConfig, {"sequences": 5}, ["start"]),
+    (TrainConfig, ramp(8, 4), ["global_batch_ramp.start"]),
+    (TrainConfig, ramp(2, 4), ["global_batch_ramp.increment"]),
+    (TrainConfig, ramp(4, 2), ["global_batch_ramp.start"]),
+    (TrainConfig, ramp(4, 2) | {"grad_accum_steps": 3}, ["grad_accum_steps"]),
     (CheckpointConfig, {"save_every": 0, "keep_every": 4}, ["save_every"]),
     (CheckpointConfig, {"keep_last": 0}, ["keep_last"]),
     (CheckpointConfig, {"keep_every": -7}, ["keep_every"]),

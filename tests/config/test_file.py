@@ -9,6 +9,7 @@ import pytest
 import yaml
 from front_door import MINIMAL, changed, refuse
 
+from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.cleaning import (
     CleaningConfig,
     DecontaminationConfig,
@@ -91,6 +92,7 @@ def everything(monkeypatch) -> Config:
         train=TrainConfig(
             num_steps=12_345_678, global_batch_size=12, grad_accum_steps=3, grad_accum_dtype="bfloat16", z_loss_weight=1e-4,
             max_nonfinite_steps=1, frozen=("head",), eval_every=5, eval_batches=2,
+            global_batch_ramp=BatchRampConfig(start=4, increment=8, sequences=9),
         ),
         optimizer=OptimizerConfig(
             name="of_my_own", learning_rate=3e-4, schedule="wsd", warmup_steps=3, decay_steps=4, min_lr_ratio=0.0, b1=0.8,

@@ -175,10 +175,10 @@ def test_what_stages_leave_out_is_as_before():
     ]  # fmt: skip
     assert [run.data.stage_at(step) for step in (0, 9, 10, 29, 30, 99)] == [0, 0, 1, 1, 2, 2]
     assert [run.tokens_after(step) for step in (0, 9, 30, 31, 100)] == [0, 288, 960, 1088, 960 + 70 * 128]
-    longest = run.in_longest_rows()
+    longest = run.in_largest_steps()
     assert (longest.data.seq_len, longest.data.stages, longest.hardware.token_budget) == (64, (), 9920.0)
     assert [source.weight for source in longest.data.sources] == [1.0, 3.0]
-    assert run.changed({"data.stages": (), "data.sources.1.weight": 2.0}).in_longest_rows().data.seq_len == 16
+    assert run.changed({"data.stages": (), "data.sources.1.weight": 2.0}).in_largest_steps().data.seq_len == 16
 
 
 def test_a_ring_of_matmuls_needs_rows_that_it_can_divide():

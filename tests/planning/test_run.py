@@ -1,5 +1,6 @@
 """`python -m llamajax.plan`: files, exit codes, messages; with XLA's compiler for GPUs where it is installed."""
 
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -8,13 +9,17 @@ from typing import get_args
 
 import pytest
 
+from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.data import StageConfig
 from llamajax.config.file import dump_config
 from llamajax.config.machine import HardwareConfig, PlannedGpu
 from llamajax.estimates.formulas import num_params
 from llamajax.plan import main as plan_command
 from llamajax.planning import run as plan
+from llamajax.planning.report import figures
 from llamajax.planning.xla import compile as planning_compile
+from llamajax.step.resolve import resolve_planned
+from llamajax.units import format_duration
 from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning import plans
 from tests.tiny import tiny_config
@@ -63,6 +68,45 @@ def test_a_plan_that_does_not_fit_is_a_plan(planned, monkeypatch, capsys):
     monkeypatch.setattr(plan, "make_plan", lambda config, **_: plans.plan(config=config, peak_bytes=90 * plans.GIB))
     assert plan.main(plans.CONFIG, options={}) == 0
     assert capsys.readouterr().out.startswith("verdict    does not fit")
+
+
+def test_of_a_run_with_a_ramp_the_full_batch_is_planned(planned, tmp_path, capsys):
+    ramp, output = BatchRampConfig(start=16, increment=16, sequences=128), tmp_path / "a.json"
+    changes = {"train.global_batch_ramp": ramp, "train.grad_accum_steps": 2, "train.num_steps": 28}
+    config = plans.CONFIG.changed(changes | {"hardware.token_budget": None})
+    assert plan.main(config, options={"--json": str(output)}) == 0
+    told, seq_len = json.loads(output.read_text()), config.data.seq_len
+    assert (told["tokens_per_step"], told["token_budget"]) == (32 * seq_len, (8 * 16 + 20 * 32) * seq_len)
+    last = capsys.readouterr().out.splitlines()[-1]
+    took = format_duration(24 * 3600 * told["days"] * 4 / 24)
+    assert last == (
+        "ramp       16 to 32 sequences by 16 in 2 phases; full after 8 of 28 steps, 128 sequences and 131k tokens, which"
+        f" take {took} if a step takes time in proportion to its micro-batches; with it, all tokens take"
+        f" {told['days']:,.1f} days"
+    )
+    assert told["ramp"] == pytest.approx(
+        {"phases": 2, "steps": 8, "tokens": 8 * 16 * seq_len, "days": told["days"] / 6, "budget_days": told["days"]}
+    )
+
+
+@pytest.mark.parametrize(("chunks", "waits"), [(1, 3), (3, 1)])
+def test_small_batches_of_a_pipeline_wait_more(chunks, waits):
+    """Of 2, 4, 6 and 8 micro-batches on 4 stages; the first and the third cannot be interleaved."""
+    ramp = BatchRampConfig(start=8, increment=8, sequences=96)
+    mesh = {"mesh.data": 1, "hardware.nodes": 2}
+    config = plans.CONFIG.changed({"train.global_batch_ramp": ramp, "train.grad_accum_steps": 8, **mesh})
+    run = resolve_planned(config.in_largest_steps())
+    order = {"pipeline": "interleaved", "pipeline_chunks": chunks} if chunks > 1 else {}
+    parallel = dataclasses.replace(run.config.parallel, **order)
+    staged = dataclasses.replace(run.config, parallel=parallel)
+    run = dataclasses.replace(run, config=staged, mesh={**run.mesh, "pipeline": 4})
+    found = figures.ramp(config, run, {"days": 3.0, "token_budget": 1e6})
+    assert found is not None
+    sizes = [config.train.batch_size_at(step) for step in range(found["steps"])]
+    steps_in_days = 3.0 * 32 * 1024 / 1e6 / (8 + waits)
+    times = {8: 2 + 3, 16: 4 + waits, 24: 6 + 3}
+    assert found["days"] == pytest.approx(sum(times[size] for size in sizes) * steps_in_days)
+    assert found["budget_days"] == pytest.approx(3.0 * (1 - found["tokens"] / 1e6) + found["days"])
 
 
 def test_of_a_run_in_stages_the_longest_rows_are_planned(planned, tmp_path, capsys):

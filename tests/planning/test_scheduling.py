@@ -295,6 +295,6 @@ def test_training_makes_its_profile_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", CLUSTER_CONFIGS, ids=lambda path: path.stem)
 def test_training_and_plans_resolve_every_shipped_configuration_alike(path):
     """So that they lower the same program: both trace `train_step` with what they have resolved."""
-    config = load_config(path).in_longest_rows()
+    config = load_config(path).in_largest_steps()
     with jax.set_mesh(planned_mesh(config)):
         assert resolve_here(config) == resolve_planned(config)

@@ -9,6 +9,7 @@ import pytest
 
 from llamajax import disk
 from llamajax.checkpoint import manifest
+from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.file import config_to_dict
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig, num_parts
@@ -74,6 +75,19 @@ def checkpoint(run_dir: Path, step: int, config, *, mesh: dict[str, int] | None 
     (step_dir / "meta.json").write_text(json.dumps(meta))
     manifest.write(step_dir, manifest.records_of(step_dir, ["meta.json"]))
     return step_dir
+
+
+def test_micro_batches_on_other_devices_fit_every_batch_of_a_ramp():
+    ramp = BatchRampConfig(start=24, increment=8, sequences=1000)
+    config = config_of(48, grad_accum_steps=6).changed({"train.global_batch_ramp": ramp})
+    fitted = {n: for_devices(config, n, began_on(config, 8)).train for n in (1, 2, 4, 8)}
+    assert {n: train.grad_accum_steps for n, train in fitted.items()} == {1: 48, 2: 24, 4: 12, 8: 6}
+    wide = config.changed({"train.grad_accum_steps": 6})
+    narrow = for_devices(wide, 4, {"mesh": wide.mesh.axis_sizes(2), "grad_accum_steps": 6}).train
+    assert (narrow.grad_accum_steps, narrow.micro_batch_size) == (6, 8), "16 rows would not divide the increments"
+    assert {train.batch_phases for train in fitted.values()} == {config.train.batch_phases}
+    with pytest.raises(ConfigError, match=r"^train.global_batch_ramp: 8 rows cannot be divided over fsdp\(16\)"):
+        for_devices(config, 16, began_on(config, 8))
 
 
 def test_a_run_that_begins_is_as_its_user_wrote_it(tmp_path):

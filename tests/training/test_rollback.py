@@ -94,7 +94,7 @@ def test_what_goes_wrong_again_from_the_same_step_goes_back_to_an_older_one(tmp_
     for step in damaged:
         (tmp_path / "checkpoints" / str(step) / "meta.json").unlink()
     config = tiny_config(str(tmp_path), checkpoint=CheckpointConfig(keep_last=9))
-    rows, before = config.train.global_batch_size, (PassedOver(**window(20, first_row=640, num_rows=160)),)
+    rows, before = config.train.rows_after, (PassedOver(**window(20, first_row=640, num_rows=160)),)
     bad = GoBack("step 25: bad", first_step=25, last_step=25, pass_over=True)
     with Checkpointer(tmp_path, config.checkpoint) as checkpointer:
         restored, passed_over = go_back(bad, config, states.abstract(), checkpointer, before)

@@ -85,7 +85,7 @@ class Dataset:
         return float(keys.sum() / sum(place.packed.seq_len for place in places))
 
     def train_row(self, position: int) -> Row:
-        """Returns the row at a position of the run: row r of step s is at `s * global_batch_size + r`."""
+        """Returns the row at a position of the run: row r of step s is at `rows_after(s) + r`."""
         return self._place(position).row()
 
     def _place(self, position: int) -> RowPlace:
@@ -149,9 +149,9 @@ def _prepare(
                 _check_rows(own, "data.seq_len" if seq_len == data.seq_len else "a row in data.stages")
     held_out = {seq_len: _held_out(config, of_length) for seq_len, of_length in packed.items()}
     rows = {seq_len: [own.train_places for own in of_length] for seq_len, of_length in packed.items()}
-    orders = stage_orders(stages, rows, config.seed, config.train.global_batch_size)
+    orders = stage_orders(stages, rows, config.seed, config.train.rows_after)
     of_stages = tuple(
-        StageRows(stage.from_step * config.train.global_batch_size, order, held_out[stage.seq_len])
+        StageRows(config.train.rows_after(stage.from_step), order, held_out[stage.seq_len])
         for stage, order in zip(stages, orders, strict=True)
     )
     keys = {seq_len: [own.rows_key for own in of_length] for seq_len, of_length in packed.items()}
@@ -169,7 +169,7 @@ def _prepare(
         fingerprint=fingerprints[0],
         stage_fingerprints=tuple((stage.from_step, own) for stage, own in zip(stages[1:], fingerprints[1:], strict=True)),
         content=cache.key_of([own.content for of_length in packed.values() for own in of_length]),
-        passes=Passes(stages, num_rows, config.train.global_batch_size),
+        passes=Passes(stages, num_rows, config.train.rows_after),
         keys=tuple(tokens.source.key for tokens in found.sources),
         held_out_of_sources=tuple(own.held_out_rows for own in packed[data.seq_len]),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},

@@ -68,8 +68,9 @@ class Loader:
 
     def _load(self, step: int) -> Batch:
         train, data, rows = self._config.train, self._config.data, self._config.train.micro_batch_size
-        first, number = next_row(step, train.global_batch_size, self._passed_over), data.stage_at(step)
-        dataset, shape = self._datasets[number], (train.grad_accum_steps, rows, data.all_stages[number].seq_len)
+        first, number = next_row(step, train.rows_after, self._passed_over), data.stage_at(step)
+        dataset, accumulated = self._datasets[number], train.batch_size_at(step) // rows
+        shape = (accumulated, rows, data.all_stages[number].seq_len)
 
         def row(a: int, i: int) -> Row:
             return dataset.train_row(first + a * rows + i)

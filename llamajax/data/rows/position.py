@@ -1,6 +1,6 @@
 """Maps a step to its training rows, a function of its number and of the rows that the run has passed over."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -20,19 +20,19 @@ class PassedOver:
     """Time of the decision, in seconds since 1970."""
 
 
-def next_row(step: int, global_batch_size: int, passed_over: Sequence[PassedOver]) -> int:
+def next_row(step: int, rows_after: Callable[[int], int], passed_over: Sequence[PassedOver]) -> int:
     """Returns the position of the first row after `step` finished steps.
 
     Args:
         step: number of finished steps.
-        global_batch_size: rows per step.
+        rows_after: returns the number of rows of the first steps; see `TrainConfig.rows_after`.
         passed_over: windows in the order of their occurrence. One that continues from an earlier step than previous ones
             supersedes them.
     """
     for window in reversed(passed_over):
         if window.after_step <= step:
-            return window.first_row + window.num_rows + (step - window.after_step) * global_batch_size
-    return step * global_batch_size
+            return window.first_row + window.num_rows + rows_after(step) - rows_after(window.after_step)
+    return rows_after(step)
 
 
 def is_left_behind(step: int, num_known: int, passed_over: Sequence[PassedOver]) -> bool:

@@ -43,7 +43,7 @@ def takes_part(stages: Sequence[Stage], source: int, seq_len: int) -> bool:
 
 
 def stage_orders(
-    stages: Sequence[Stage], rows: Mapping[int, Sequence[Sequence[Any]]], seed: int, global_batch_size: int
+    stages: Sequence[Stage], rows: Mapping[int, Sequence[Sequence[Any]]], seed: int, rows_after: Callable[[int], int]
 ) -> list[grain.MapDataset]:
     """Returns the order of each stage, by position in the run, from its first one on.
 
@@ -51,23 +51,19 @@ def stage_orders(
         stages: all stages of the run, in order.
         rows: rows of each source, by row length.
         seed: seed of the run.
-        global_batch_size: rows per step.
+        rows_after: returns the number of rows of the first steps.
     """
     taken: defaultdict[int, list[int]] = defaultdict(list)
     orders = []
-    for stage, num_steps in zip(stages, _lengths(stages), strict=True):
+    ends = [*(rows_after(stage.from_step) for stage in stages[1:]), None]
+    for stage, end in zip(stages, ends, strict=True):
         before, base = taken[stage.seq_len], stages[0].seq_len
         own_seed = seed if stage.seq_len == base else f"{seed}/{stage.seq_len}"
-        first = stage.from_step * global_batch_size
+        first = rows_after(stage.from_step)
         orders.append(training_order(rows[stage.seq_len], stage.weights, own_seed, first, before))
-        counts = Proportions(stage.weights).counts(num_steps * global_batch_size)
+        counts = Proportions(stage.weights).counts(0 if end is None else end - first)
         taken[stage.seq_len] = [sum(pair) for pair in itertools.zip_longest(before, counts, fillvalue=0)]
     return orders
-
-
-def _lengths(stages: Sequence[Stage]) -> list[int]:
-    """Returns the number of steps of each stage; 0 for the last one, which no stage follows."""
-    return [*(after.from_step - stage.from_step for stage, after in itertools.pairwise(stages)), 0]
 
 
 @dataclass(frozen=True)
@@ -78,8 +74,8 @@ class Passes:
     """All stages of the run, in order."""
     num_rows: Mapping[int, Sequence[int]]
     """Number of training rows of each source, by row length."""
-    global_batch_size: int
-    """Number of rows per step."""
+    rows_after: Callable[[int], int]
+    """Returns the number of rows of the first steps."""
 
     @cached_property
     def _proportions(self) -> list[Proportions]:
@@ -90,19 +86,20 @@ class Passes:
 
         Rows that were passed over count as used.
         """
-        size = self.global_batch_size
+        rows_after = self.rows_after
 
         def end(of_step: int) -> int:
             """Returns the position after the last row of a step."""
-            return next_row(of_step - 1, size, passed_over) + size if of_step else 0
+            before = of_step - 1
+            return next_row(before, rows_after, passed_over) + rows_after(of_step) - rows_after(before) if of_step else 0
 
         epochs = [0.0] * len(self.stages[0].weights)
         ends = [*(stage.from_step for stage in self.stages[1:]), step]
         for stage, proportions, last in zip(self.stages, self._proportions, ends, strict=True):
             if (last_step := min(last, step)) > stage.from_step:
-                first_row = stage.from_step * size
-                before, after = (proportions.counts(end(at) - first_row) for at in (stage.from_step, last_step))
-                for source, (a, b) in enumerate(zip(before, after, strict=True)):
+                first_row = rows_after(stage.from_step)
+                begun, read = (proportions.counts(end(at) - first_row) for at in (stage.from_step, last_step))
+                for source, (a, b) in enumerate(zip(begun, read, strict=True)):
                     epochs[source] += (b - a) / self.num_rows[stage.seq_len][source] if b > a else 0.0
         return epochs
 

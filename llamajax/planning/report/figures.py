@@ -41,14 +41,18 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   `step_time_s`, `mfu`, `elementwise_bytes`, `num_kernels`, scheduled with XLA's built-in estimates.
 - `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (relative to this
   plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
+- `ramp`, null without `train.global_batch_ramp`: its `phases`, the `steps`, `tokens` and `days` until the batch is full, and
+  `budget_days`, the days of the token budget with the ramp. All other figures are those of the full batch. A smaller step
+  takes time in proportion to its micro-batches, plus those in which stages of a pipeline wait.
 - `token_budget`, `days`, `price_per_billion_tokens`, `price` (null without `hardware.price_per_gpu_hour`).
 - `sweep`: `key` and `rows`, each with the `value`, `num_devices`, `efficiency` (tokens per second and device relative to the
   first row's) and the figures above except lists and `without_profile`; null if no sweep was requested.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +300,7 @@ def _named(of: Any, *names: str) -> dict[str, Any]:
 def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float | None]:
     """Returns days and price of the token budget, and the price of a billion tokens; prices are None unless one is set."""
     hardware = config.hardware
-    budget = hardware.token_budget or config.train.num_steps * config.train.global_batch_size * config.data.seq_len
+    budget = hardware.token_budget or config.tokens_after(config.train.num_steps)
     gpu_hours_per_token = 1 / tokens_per_sec_per_device / 3600
     price = hardware.price_per_gpu_hour and hardware.price_per_gpu_hour * gpu_hours_per_token
     return {
@@ -304,6 +308,35 @@ def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float |
         "days": budget * gpu_hours_per_token / hardware.num_devices / 24,
         "price_per_billion_tokens": price and price * 1e9,
         "price": price and price * budget,
+    }
+
+
+def ramp(config: Config, run: ResolvedRun, told: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the figures of the ramp of `config`, from the resolved run of its full batch and the figures `told` of that
+    batch; None: it has no ramp."""
+    phases = config.train.batch_phases
+    if len(phases) == 1:
+        return None
+    stages, chunks = run.mesh["pipeline"], run.config.parallel.pipeline_chunks or 1
+
+    def time_per_token(batch_size: int) -> float:
+        """Returns the time of a token in such a batch, relative to stages that never wait for each other."""
+        micro_batches = batch_size // config.train.micro_batch_size
+        return 1 + (stages - 1) / (chunks if micro_batches % stages == 0 else 1) / micro_batches
+
+    tokens = [config.tokens_after(phase.from_step) for phase in phases]
+    days_of_full = told["days"] / told["token_budget"] / time_per_token(phases[-1].batch_size)
+    days = sum(
+        (end - begin) * time_per_token(phase.batch_size) * days_of_full
+        for phase, (begin, end) in zip(phases, itertools.pairwise(tokens), strict=False)
+    )
+    rest = told["days"] * (1 - tokens[-1] / told["token_budget"])
+    return {
+        "phases": len(phases),
+        "steps": phases[-1].from_step,
+        "tokens": tokens[-1],
+        "days": days,
+        "budget_days": days + rest,
     }
 
 

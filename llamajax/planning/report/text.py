@@ -13,7 +13,7 @@ from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.plan import Plan, Schedule
 from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.step import compile as compiler
-from llamajax.units import format_bytes, format_count
+from llamajax.units import format_bytes, format_count, format_duration
 from llamajax.watch import console
 from llamajax.watch.console import log
 
@@ -268,6 +268,15 @@ def _print_money(told: Figures) -> None:
     else:
         text += f" and cost {told['price']:,.0f}, which is {told['price_per_billion_tokens']:,.2f} per billion tokens"
     log(f"money      {text}")
+
+
+def print_ramp(config: Config, told: Figures) -> None:
+    """Prints a line about `train.global_batch_ramp` of the run `config`, if it has one."""
+    if (ramp := told["ramp"]) is not None:
+        log(
+            f"ramp       {config.ramp_arithmetic()}, which take {format_duration(24 * 3600 * ramp['days'])} if a step takes"
+            f" time in proportion to its micro-batches; with it, all tokens take {ramp['budget_days']:,.1f} days"
+        )
 
 
 def _print_suggestions(told: Figures) -> None:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.rows.loader import Loader, held_out_batches, make_batch
 from llamajax.data.rows.position import PassedOver
@@ -190,6 +191,18 @@ def test_rows_that_were_passed_over_are_not_loaded():
     with Loader(stand_in(), config_for(32, 2), 3, passed_over) as loader:
         firsts = [int(next(loader)[1]["targets"].min()) for _ in range(3)]
     assert firsts == [96, 192, 224]
+
+
+def test_batches_grow_by_micro_batches_and_take_every_row_once():
+    ramp = BatchRampConfig(start=8, increment=8, sequences=40)
+    config = config_for(24, 3, global_batch_ramp=ramp)
+    passed_over = [PassedOver(after_step=5, first_row=64, num_rows=32, reason="step 6: bad", time=0.0)]
+    with Loader(stand_in(), config, 1) as loader, Loader(stand_in(), config, 4, passed_over) as back:
+        read = [np.asarray(next(loader)[1]["targets"])[..., 0] for _ in range(6)]
+        shifted = [np.asarray(next(back)[1]["targets"])[..., 0] for _ in range(3)]
+    assert [rows.shape for rows in read] == [(1, 8), (1, 8), (2, 8), (3, 8), (3, 8), (3, 8)]
+    assert np.concatenate([rows.ravel() for rows in read]).tolist() == list(range(8, 112))
+    assert [rows.min() for rows in shifted] == [40, 96, 120]
 
 
 PROCESS = """

@@ -18,6 +18,10 @@ SHORT, LONG = 16, 64
 BATCH = 8
 
 
+def rows_after(step):
+    return step * BATCH
+
+
 def stage(from_step, *weights, seq_len=SHORT):
     return Stage(from_step=from_step, weights=weights, seq_len=seq_len, name="")
 
@@ -38,7 +42,7 @@ def taken(orders, stages, num_steps) -> list[list[Any]]:
 
 def test_a_run_without_stages_reads_what_it_always_did():
     rows = sources(40, 90)
-    (order,) = stage_orders([stage(0, 3.0, 1.0)], {SHORT: rows}, 7, BATCH)
+    (order,) = stage_orders([stage(0, 3.0, 1.0)], {SHORT: rows}, 7, rows_after)
     before = training_order(rows, [3.0, 1.0], 7)
     assert [order[position] for position in range(500)] == [before[position] for position in range(500)]
 
@@ -47,7 +51,7 @@ def test_a_source_goes_on_where_the_stages_before_left_it():
     """However often weights change, what a source gives is its one endless order, in rows of the same length."""
     stages = [stage(0, 1.0, 0.0, 0.2), stage(3, 0.5, 0.5, 0.0), stage(9, 0.1, 0.7, 0.3), stage(10, 0.0, 1.0, 0.0)]
     rows = sources(30, 100, 7)
-    orders = stage_orders(stages, {SHORT: rows}, 5, BATCH)
+    orders = stage_orders(stages, {SHORT: rows}, 5, rows_after)
     read = [row for of_stage in taken(orders, stages, 25) for row in of_stage]
     for source in range(3):
         alone = training_order(rows, [float(source == other) for other in range(3)], 5)
@@ -58,7 +62,7 @@ def test_a_source_goes_on_where_the_stages_before_left_it():
 
 def test_every_stage_has_its_own_proportions_from_its_first_row():
     stages = [stage(0, 1.0, 0.0), stage(4, 0.25, 0.75), stage(12, 3.0, 1.0)]
-    orders = stage_orders(stages, {SHORT: sources(1000, 1000)}, 0, BATCH)
+    orders = stage_orders(stages, {SHORT: sources(1000, 1000)}, 0, rows_after)
     counts = [collections.Counter(source for source, _ in rows) for rows in taken(orders, stages, 20)]
     assert counts == [{0: 32}, {0: 16, 1: 48}, {0: 48, 1: 16}]
 
@@ -66,7 +70,7 @@ def test_every_stage_has_its_own_proportions_from_its_first_row():
 def test_rows_of_another_length_begin_a_pass_of_their_own_and_the_old_ones_go_on_later():
     stages = [stage(0, 1.0), stage(3, 1.0, seq_len=LONG), stage(5, 1.0), stage(7, 1.0, seq_len=LONG)]
     short, long = sources(100), [[("long", row) for row in range(100)]]
-    first, second, third, fourth = taken(stage_orders(stages, {SHORT: short, LONG: long}, 1, BATCH), stages, 9)
+    first, second, third, fourth = taken(stage_orders(stages, {SHORT: short, LONG: long}, 1, rows_after), stages, 9)
     alone = training_order(short, [1.0], 1)
     assert first + third == [alone[number] for number in range(40)]
     assert {name for name, _ in second + fourth} == {"long"}
@@ -86,11 +90,11 @@ def test_counts_are_those_of_the_order():
 def test_passes_are_those_of_the_order_at_every_step():
     stages = (stage(0, 1.0, 0.0), stage(3, 0.3, 0.7), stage(8, 0.5, 0.5, seq_len=LONG))
     rows = {SHORT: sources(20, 50), LONG: sources(11, 13)}
-    passes = Passes(stages, {length: list(map(len, own)) for length, own in rows.items()}, BATCH)
+    passes = Passes(stages, {length: list(map(len, own)) for length, own in rows.items()}, rows_after)
     assert passes.after(0) == [0.0, 0.0]
     for step in range(1, 15):
         begun = [of for of in stages if of.from_step < step]
-        read = taken(stage_orders(begun, rows, 0, BATCH), begun, step)
+        read = taken(stage_orders(begun, rows, 0, rows_after), begun, step)
         expected = [
             sum(
                 sum(row[0] == source for row in own) / len(rows[of.seq_len][source])
@@ -103,7 +107,7 @@ def test_passes_are_those_of_the_order_at_every_step():
 
 def test_rows_that_were_passed_over_count_for_the_stage_that_they_were_passed_over_in():
     stages = (stage(0, 1.0, 0.0), stage(3, 0.0, 1.0))
-    passes = Passes(stages, {SHORT: [100, 100]}, BATCH)
+    passes = Passes(stages, {SHORT: [100, 100]}, rows_after)
     across = [PassedOver(after_step=2, first_row=16, num_rows=24, reason="step 5: bad", time=0.0)]
     assert passes.after(2, across) == [0.16, 0.0]
     assert passes.after(3, across) == [0.48, 0.0]
@@ -116,13 +120,13 @@ def test_rows_that_were_passed_over_count_for_the_stage_that_they_were_passed_ov
 def test_a_stage_that_rows_were_passed_over_before_leaves_out_as_many_of_its_own():
     """With unchanged weights that is nothing lost and nothing twice."""
     stages = [stage(0, 0.5, 0.5), stage(3, 0.5, 0.5)]
-    first, second = stage_orders(stages, {SHORT: sources(100, 100)}, 0, BATCH)
+    first, second = stage_orders(stages, {SHORT: sources(100, 100)}, 0, rows_after)
     across = [PassedOver(after_step=2, first_row=16, num_rows=24, reason="step 5: bad", time=0.0)]
-    firsts = [next_row(step, BATCH, across) for step in range(6)]
+    firsts = [next_row(step, rows_after, across) for step in range(6)]
     assert firsts == [0, 8, 40, 48, 56, 64]
     read = [first[position] for at in firsts[:3] for position in range(at, at + BATCH)]
     read += [second[position] for at in firsts[3:] for position in range(at, at + BATCH)]
-    (straight,) = stage_orders(stages[:1], {SHORT: sources(100, 100)}, 0, BATCH)
+    (straight,) = stage_orders(stages[:1], {SHORT: sources(100, 100)}, 0, rows_after)
     assert read == [straight[position] for at in firsts for position in range(at, at + BATCH)]
 
 
@@ -153,7 +157,7 @@ CAPPED = SourceConfig(kind="stdlib", max_epochs=2.0)
     ],
 )
 def test_a_source_that_would_be_gone_through_too_often_is_refused_with_what_helps(stages, num_rows, message):
-    passes = Passes(tuple(stages), {SHORT: [num_rows, 10_000]}, BATCH)
+    passes = Passes(tuple(stages), {SHORT: [num_rows, 10_000]}, rows_after)
     with pytest.raises(ConfigError) as caught:
         passes.check([CAPPED, SourceConfig(kind="stdlib")], 100)
     assert str(caught.value).startswith("data.sources.0.max_epochs: 2 is below ")
@@ -164,10 +168,10 @@ def test_a_source_that_would_be_gone_through_too_often_is_refused_with_what_help
 def test_what_helps_does():
     sources = [CAPPED, SourceConfig(kind="stdlib")]
     for weight, num_steps in ((0.333, 100), (1.0, 50)):
-        Passes((stage(0, weight, 1.0),), {SHORT: [100, 10_000]}, BATCH).check(sources, num_steps)
+        Passes((stage(0, weight, 1.0),), {SHORT: [100, 10_000]}, rows_after).check(sources, num_steps)
     for weight, num_steps in ((0.335, 100), (1.0, 51)):
         with pytest.raises(ConfigError):
-            Passes((stage(0, weight, 1.0),), {SHORT: [100, 10_000]}, BATCH).check(sources, num_steps)
+            Passes((stage(0, weight, 1.0),), {SHORT: [100, 10_000]}, rows_after).check(sources, num_steps)
 
 
 @pytest.fixture
@@ -247,7 +251,7 @@ def test_fingerprints_follow_what_each_stage_reads(staged):
 def test_a_source_needs_rows_only_of_lengths_that_it_is_read_in(staged, tmp_path):
     stages = [stage(0, 1.0, 0.0), stage(3, 1.0, 1.0, seq_len=LONG), stage(5, 0.0, 1.0, seq_len=LONG)]
     assert [takes_part(stages, source, length) for source in (0, 1) for length in (SHORT, LONG)] == [True, True, False, True]
-    orders = stage_orders(stages, {SHORT: sources(5, 0), LONG: sources(5, 5)}, 0, BATCH)
+    orders = stage_orders(stages, {SHORT: sources(5, 0), LONG: sources(5, 5)}, 0, rows_after)
     assert {source for source, _ in taken(orders, stages, 7)[0]} == {0}
     empty = jsonl_source(tmp_path, "empty.jsonl", ["", ""], weight=0.0)
     with pytest.raises(DataError, match=r"data.sources\[1\].paths: has no document to train on"):
