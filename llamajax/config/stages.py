@@ -1,12 +1,10 @@
 """The layers of the stages of a pipeline, and the rules for `mesh.pipeline`."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
-from llamajax.config.parallel import axes_of, num_parts
-
-if TYPE_CHECKING:
-    from llamajax.config.run import Config
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import ParallelConfig, axes_of, num_parts
+from llamajax.config.training import TrainConfig
 
 EMPTY = -1
 """Index of the layer in an empty slot."""
@@ -31,21 +29,20 @@ def layers_of_stages(num_layers: int, stages: int, chunks: int) -> list[list[lis
     return [[by_group[chunk * stages + stage] for chunk in range(chunks)] for stage in range(stages)]
 
 
-def pipeline_problems(config: "Config", axes: Mapping[str, int]) -> Iterator[str]:
+def pipeline_problems(
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, axes: Mapping[str, int]
+) -> Iterator[str]:
     """Yields one `key: rule; remedy` line for each reason why the stages of a mesh with these axes cannot run the model."""
-    model, parallel, m = config.model, config.parallel, config.train.grad_accum_steps
-    stages, layers = axes["pipeline"], config.model.num_layers
+    stages, layers, m = axes["pipeline"], model.num_layers, train.grad_accum_steps
     if stages == 1:
-        if parallel.pipeline != "auto" or parallel.pipeline_chunks is not None:
-            yield "parallel.pipeline: has no effect with mesh.pipeline=1; set more stages, or remove it"
         return
     chunks = parallel.pipeline_chunks or 1
     if parallel.zero != 1:
         ticks = m + stages - 1
         yield (
-            f"parallel.zero: {parallel.zero} would gather the weights of each stage in all {ticks} ticks of a step (grad_accum_"
-            f"steps={m} + mesh.pipeline={stages} - 1) instead of once; set 1, which still splits weights and optimizer state"
-            " between steps"
+            f"parallel.zero: {parallel.zero} would gather each stage's weights in all {ticks} ticks of a step"
+            f" (train.grad_accum_steps={m} + mesh.pipeline={stages} - 1) instead of once; set 1, which still splits weights and"
+            " optimizer state between steps"
         )
     if parallel.stack not in ("auto", "unrolled"):
         yield f"parallel.stack: {parallel.stack} is not a form of a stage's layers; set auto or unrolled with mesh.pipeline"
@@ -59,8 +56,8 @@ def pipeline_problems(config: "Config", axes: Mapping[str, int]) -> Iterator[str
             f"train.grad_accum_steps: {m} must be a multiple of mesh.pipeline={stages} for parallel.pipeline: interleaved; set"
             f" {nearest}, or 1f1b"
         )
-    elif parallel.pipeline == "interleaved" and config.train.smallest_batch // config.train.micro_batch_size % stages:
-        rows = config.train.micro_batch_size * stages
+    elif parallel.pipeline == "interleaved" and train.smallest_batch // train.micro_batch_size % stages:
+        rows = train.micro_batch_size * stages
         yield (
             f"train.global_batch_ramp: start and increment must be multiples of {rows} sequences, a micro-batch for each of"
             f" mesh.pipeline={stages} stages, for parallel.pipeline: interleaved; change them, or set 1f1b or auto"

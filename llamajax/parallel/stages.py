@@ -132,7 +132,9 @@ def exchange(stacked: jax.Array, layers: np.ndarray) -> list[jax.Array]:
     p, chunks, num_slots = layers.shape
     if is_staged(lies) and chunks == 1:
         partitions = (STAGE, None, *lies.partitions[1:])
-        in_slots = jax.lax.reshape(stacked, (p, num_slots, *stacked.shape[1:]), out_sharding=lies.update(partitions=partitions))
+        in_slots = jax.lax.reshape(
+            stacked, (p, num_slots, *stacked.shape[1:]), out_sharding=lies.update(partitions=partitions)
+        )
         return [in_slots[:, slot] for slot in range(num_slots)]
     stacked = _by_columns(stacked) if is_staged(lies) else stacked
     lies = jax.typeof(stacked).sharding.spec

@@ -187,7 +187,9 @@ class _Stages:
         like = jax.eval_shape(self._embedded, self._ids(jnp.int32(0), self.schedule.forward))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding.spec), like)
 
-    def forward(self, tick: jax.Array, came: Activations) -> tuple[Activations, Callable[[int, Activations], tuple[Any, Any]]]:
+    def forward(
+        self, tick: jax.Array, came: Activations
+    ) -> tuple[Activations, Callable[[int, Activations], tuple[Any, Any]]]:
         """Returns the input of every stage's chunk; and a function from a slot and the input of its layer to the output and
         the values that the layer's backward pass needs."""
         ids, unit_of = self._ids(tick, self.schedule.forward), self.schedule.forward

@@ -15,13 +15,19 @@ def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> t
     another chunk's weights in every tick, so XLA copies them and the sums of their gradients.
     """
     parallel, stages, m = config.parallel, axes["pipeline"], config.train.grad_accum_steps
-    if parallel.pipeline == "1f1b" or stages == 1:
+    if parallel.pipeline == "1f1b":
         return "1f1b", 1, "parallel.pipeline says so"
     chunks = [n for n in range(2, config.model.num_layers // stages + 1) if config.model.num_layers % (stages * n) == 0]
     if parallel.pipeline_chunks not in (None, 1):
         chunks = [parallel.pipeline_chunks]
     if parallel.pipeline == "auto" and (gpu is None or m % stages or not chunks):
-        why = "no GPU is named" if gpu is None else f"{m} micro-batches are no multiple of {stages} stages" if m % stages else ""
+        why = (
+            "no GPU is named"
+            if gpu is None
+            else f"{m} micro-batches are no multiple of {stages} stages"
+            if m % stages
+            else ""
+        )
         return "1f1b", 1, why or f"{config.model.num_layers} layers form no chunks on {stages} stages"
     if gpu is None:
         return "interleaved", chunks[0] if chunks else 2, "parallel.pipeline says so"

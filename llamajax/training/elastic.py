@@ -11,7 +11,7 @@ import jax
 
 from llamajax.checkpoint.meta import newest_meta
 from llamajax.config.keys import with_values
-from llamajax.config.parallel import axes_of, num_parts
+from llamajax.config.parallel import AXES, axes_of, num_parts
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.processes.peers import of_first
@@ -54,6 +54,7 @@ def fit(config: Config, run_dir: Path) -> Fitted:
     if meta is None or any(before.get(name) != getattr(config.train, name) for name in of_batch):
         return Fitted(config, {"mesh": config.mesh.axis_sizes(num_devices), "grad_accum_steps": asked}, None)
     began = meta.get("began", {"mesh": meta["mesh"], "grad_accum_steps": asked})
+    began["mesh"] = dict.fromkeys(AXES, 1) | began["mesh"]  # a checkpoint of an older version names fewer axes
     try:
         fitted = for_devices(config, num_devices, began)
     except ConfigError as error:

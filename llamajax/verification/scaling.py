@@ -97,6 +97,9 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
     seq_len = _scaled_size(config.data.seq_len, max(32, 8 * num_parts("seq", scaled)), splits)
     replicas = num_parts("micro_batch", configured)
     accumulated = _few(train.grad_accum_steps, 2)
+    if scaled["pipeline"] > 1:  # enough to fill the stages, and whole rounds of them
+        accumulated = min(train.grad_accum_steps, 2 * scaled["pipeline"])
+    num_layers, chunks = _scaled_layers(config, configured["pipeline"], scaled["pipeline"])
     per_device = _few(max(1, train.global_batch_size // train.grad_accum_steps // replicas), 2)
     return config.changed(
         _scaled_model(config.model, scaled_heads(config.model, configured, scaled), splits)
@@ -109,6 +112,8 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
             "model.matmul_dtype": "float8_unrounded" if config.model.float8_weights else "compute_dtype",
             "model.sliding_window": _scaled_window(config.model, config.data, configured, scaled, seq_len),
             "model.layer_types": tuple(dict.fromkeys(config.model.layer_types)),
+            "model.num_layers": num_layers,
+            "parallel.pipeline_chunks": chunks,
             "data.seq_len": seq_len,
             "train.num_steps": NUM_STEPS,
             "train.grad_accum_steps": accumulated,
@@ -190,10 +195,22 @@ def _scaled_model(model: ModelConfig, heads: tuple[int, int], splits: Splits) ->
     sizes = {name: _scaled_size(getattr(model, name), target, splits) for name, target in targets.items()}
     kv_heads, groups = heads
     sizes |= {"num_kv_heads": kv_heads, "num_heads": kv_heads * groups}
-    sizes |= {"num_layers": _few(model.num_layers, 4), "head_dim": min(model.head_dim, 8)}
+    sizes["head_dim"] = min(model.head_dim, 8)
     # Sums of D terms keep a size of about one: no score or gradient is so small or so large that rounding would show.
     init_std = 1 / math.sqrt(sizes["embed_dim"])
     return {f"model.{name}": value for name, value in (sizes | {"init_std": init_std}).items()}
+
+
+def _scaled_layers(config: Config, stages: int, scaled_stages: int) -> tuple[int, int | None]:
+    """Returns the number of layers, and the chunks of each stage of a pipeline, if they are set: at most two layers in a
+    chunk, and an empty slot where the configured stages have some."""
+    chunks, layers = config.parallel.pipeline_chunks, config.model.num_layers
+    if stages == 1:
+        return _few(layers, 4), chunks
+    own_chunks = None if chunks is None else _few(chunks, 2)
+    groups = stages * (chunks or 1)
+    of_chunk = _few(-(-layers // groups), 2)
+    return scaled_stages * (own_chunks or 1) * of_chunk - (layers % groups != 0), own_chunks
 
 
 def _scaled_window(

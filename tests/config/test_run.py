@@ -88,12 +88,23 @@ def test_rules_between_sections(sections, key):
 
 
 def test_axis_sizes():
-    assert MeshConfig().axis_sizes(8) == {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
-    assert MeshConfig(data=-1, fsdp=2, tensor=2).axis_sizes(8) == {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
-    assert MeshConfig(fsdp=2, sequence=2, tensor=2).axis_sizes(8) == {"data": 1, "fsdp": 2, "sequence": 2, "tensor": 2}
-    with pytest.raises(
-        ConfigError, match=r"^mesh: data\(1\) x sequence\(1\) x tensor\(3\) = 3 does not divide the 8 devices"
-    ):
+    assert MeshConfig().axis_sizes(8) == {"pipeline": 1, "data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
+    assert MeshConfig(data=-1, fsdp=2, tensor=2).axis_sizes(8) == {
+        "pipeline": 1,
+        "data": 2,
+        "fsdp": 2,
+        "sequence": 1,
+        "tensor": 2,
+    }
+    assert MeshConfig(pipeline=4).axis_sizes(8) == {"pipeline": 4, "data": 1, "fsdp": 2, "sequence": 1, "tensor": 1}
+    assert MeshConfig(fsdp=2, sequence=2, tensor=2).axis_sizes(8) == {
+        "pipeline": 1,
+        "data": 1,
+        "fsdp": 2,
+        "sequence": 2,
+        "tensor": 2,
+    }
+    with pytest.raises(ConfigError, match=r"^mesh: pipeline\(1\) x .* x tensor\(3\) = 3 does not divide the 8 devices"):
         MeshConfig(tensor=3).axis_sizes(8)
     with pytest.raises(ConfigError, match=r"^mesh: .* = 4, but there are 8 devices; set one axis to -1"):
         MeshConfig(fsdp=4).axis_sizes(8)

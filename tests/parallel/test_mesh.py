@@ -48,7 +48,10 @@ def test_an_axis_more_is_a_row_more_in_one_table():
     child = subprocess.run([sys.executable, "-c", ONE_MORE_AXIS], capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr
     before, after = child.stdout.splitlines()
-    assert "('pipeline', 'data', 'island', 'fsdp', 'sequence', 'tensor') P(None, ('island', 'fsdp', 'sequence'), 'tensor')" in after
+    assert (
+        "('pipeline', 'data', 'island', 'fsdp', 'sequence', 'tensor') P(None, ('island', 'fsdp', 'sequence'), 'tensor')"
+        in after
+    )
     assert before.split()[-1] == after.split()[-1]
 
 

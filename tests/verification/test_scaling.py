@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 
 
 def mesh(data: int = 1, fsdp: int = 1, sequence: int = 1, tensor: int = 1) -> dict[str, int]:
-    return dict(zip(AXES, (data, fsdp, sequence, tensor), strict=True))
+    return dict(zip(AXES, (1, data, fsdp, sequence, tensor), strict=True))
 
 
 def large(axes: dict[str, int], model: ModelConfig = MODEL, **changed) -> Config:
