@@ -134,8 +134,8 @@ class ParallelConfig(Section):
 
     pipeline: PipelineForm = "auto"
     """Order in which the stages of `mesh.pipeline` work. `1f1b`: each stage has consecutive layers. `interleaved`: each has
-    several chunks of layers, so that stages wait less at the start and end of a step, and send more often; the accumulation
-    steps must be a multiple of the stages."""
+    several chunks of layers, so that stages wait less at the start and end of a step, and send more often;
+    `train.grad_accum_steps` must be a multiple of the stages."""
     pipeline_chunks: PositiveIntOrUnset = None
     """`interleaved`: chunks of layers per stage; unset: chosen."""
     pipeline_head: HeadForm = "auto"
@@ -149,7 +149,7 @@ class ParallelConfig(Section):
 
     def broken_rules(self) -> Iterator[str]:
         if self.pipeline == "1f1b" and self.pipeline_chunks not in (None, 1):
-            yield f"pipeline_chunks: {self.pipeline_chunks} has no effect with pipeline: 1f1b; set interleaved, or remove this"
+            yield f"pipeline_chunks: {self.pipeline_chunks} has no effect with pipeline: 1f1b; set interleaved, or remove it"
         if self.pipeline == "interleaved" and self.pipeline_chunks == 1:
             yield "pipeline_chunks: 1 is not interleaved; set 2 or more, or pipeline: 1f1b"
         if self.zero == 1 and self.grad_reduce == "micro":

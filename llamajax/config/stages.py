@@ -41,20 +41,20 @@ def pipeline_problems(
         ticks = m + stages - 1
         yield (
             f"parallel.zero: {parallel.zero} would gather each stage's weights in all {ticks} ticks of a step"
-            f" (train.grad_accum_steps={m} + mesh.pipeline={stages} - 1) instead of once; set 1, which still splits weights and"
-            " optimizer state between steps"
+            f" (train.grad_accum_steps={m} + mesh.pipeline={stages} - 1) instead of once; set 1, which still splits weights"
+            " and optimizer state between steps"
         )
     if parallel.stack not in ("auto", "unrolled"):
         yield f"parallel.stack: {parallel.stack} is not a form of a stage's layers; set auto or unrolled with mesh.pipeline"
     if stages * chunks > layers:
         of_each = f" x parallel.pipeline_chunks={chunks}" if chunks > 1 else ""
-        yield f"mesh.pipeline: {stages}{of_each} needs at least as many layers, and model.num_layers={layers}; set fewer stages"
+        yield f"mesh.pipeline: {stages}{of_each} needs as many layers, and model.num_layers={layers}; set fewer stages"
         return
     if parallel.pipeline == "interleaved" and m % stages:
         nearest = max(1, round(m / stages)) * stages
         yield (
-            f"train.grad_accum_steps: {m} must be a multiple of mesh.pipeline={stages} for parallel.pipeline: interleaved; set"
-            f" {nearest}, or 1f1b"
+            f"train.grad_accum_steps: {m} must be a multiple of mesh.pipeline={stages} for parallel.pipeline: interleaved;"
+            f" set {nearest}, or 1f1b"
         )
     elif parallel.pipeline == "interleaved" and train.smallest_batch // train.micro_batch_size % stages:
         rows = train.micro_batch_size * stages
@@ -68,12 +68,12 @@ def pipeline_problems(
         if model.embed_dim % columns:
             over = " x ".join(f"mesh.{axis}={axes[axis]}" for axis in ("pipeline", *axes_of(dim)) if axes[axis] > 1)
             why = "chunks" if layers % stages == 0 else f"{stages} stages that do not divide {layers} layers"
-            yield f"model.embed_dim: {model.embed_dim} must be divisible by {over} for {why}; choose other sizes of these axes"
+            yield f"model.embed_dim: {model.embed_dim} must be divisible by {over} for {why}; choose other sizes of these"
     period = len(model.windows)
     slots = zip(*(chunk for stage in layers_of_stages(layers, stages, chunks) for chunk in stage), strict=True)
     kinds = [{layer % period for layer in slot if layer != EMPTY} for slot in slots]
     if any(len(of_slot) > 1 for of_slot in kinds):
         yield (
-            f"mesh.pipeline: {stages} stages of {len(kinds)} layers do not hold whole rounds of model.layer_types, which repeat"
-            f" every {period} layers; set stages whose layers are a multiple of {period}"
+            f"mesh.pipeline: {stages} stages of {len(kinds)} layers do not hold whole rounds of model.layer_types, which"
+            f" repeat every {period} layers; choose stages with a multiple of {period} layers"
         )

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+DELAY = 2
+"""Ticks from the forward pass of a micro-batch through the last stage to its backward pass there. The loss has one tick in
+between, so that communication with the stages that share it hides behind the passes of that tick."""
+
 
 class Unit(NamedTuple):
     """The pass of one micro-batch through one chunk of a stage."""
@@ -34,8 +38,6 @@ class PipelineSchedule:
     stages: int
     micro_batches: int
     chunks: int = 1
-    delay: int = 2
-    """Ticks between the forward pass of a micro-batch through the last stage and its backward pass there."""
 
     @property
     def units(self) -> int:
@@ -44,20 +46,20 @@ class PipelineSchedule:
 
     @property
     def fill(self) -> int:
-        """Returns the number of first ticks, which have forward passes only; as many last ticks have backward passes
-        only."""
+        """Returns the number of first ticks, which have forward passes only; as many last ticks, and `DELAY` more, have
+        backward passes only."""
         return self.chunks * self.stages - 1
 
     @property
     def ticks(self) -> int:
         """Returns the number of all ticks."""
-        return self.units + self.stages - 1 + self.fill + self.delay
+        return self.units + self.stages - 1 + self.fill + DELAY
 
     @property
     def slots(self) -> int:
         """Returns the number of units whose values a stage keeps for their backward passes; it does not grow with the
         micro-batches."""
-        return 2 * self.fill + 1 + self.delay
+        return 2 * self.fill + 1 + DELAY
 
     def forward(self, tick: Any, stage: Any) -> Unit:
         """Returns the unit of a stage's forward pass in a tick."""
@@ -65,7 +67,7 @@ class PipelineSchedule:
 
     def backward(self, tick: Any, stage: Any) -> Unit:
         """Returns the unit of a stage's backward pass in a tick."""
-        return self._unit(tick - self.fill - self.delay - (self.stages - 1 - stage), backward=True)
+        return self._unit(tick - self.fill - DELAY - (self.stages - 1 - stage), backward=True)
 
     def slot(self, tick: Any) -> Any:
         """Returns the slot in which all stages keep the values of a tick's forward pass."""

@@ -1,6 +1,6 @@
 """Stages of a pipeline in one program: devices along `pipeline` hold different layers and different rows.
 
-The rows of all stages are one batch [p B, ...] that is split over `pipeline` first. A weight of a stage's layer has a leading
+The rows of all stages are one batch [p B, ...] that is split over `pipeline` first. A weight of a stage's layer has a first
 dim p, split over `pipeline`. Only products with weights and scales know of that dim; attention, for example, sees p B rows.
 No manual axis surrounds a stage: XLA refuses partial sums (`unreduced`) inside one.
 """

@@ -9,7 +9,7 @@ from llamajax.errors import DataError
 from llamajax.parallel.sharding import spec
 
 Batch = dict[str, jax.Array]
-"""`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded `spec(None, "micro_batch", "seq")`."""
+"""`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded (None, "micro_batch", "seq")."""
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
 

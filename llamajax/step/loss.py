@@ -22,7 +22,7 @@ from llamajax.model import Llama
 from llamajax.model.layers import Auxiliary
 from llamajax.parallel.arrays import after
 from llamajax.parallel.sequence import laid_out
-from llamajax.parallel.sharding import as_tuple, spec
+from llamajax.parallel.sharding import as_tuple
 from llamajax.parallel.tensor import shared_axes
 from llamajax.parallel.vocabulary import row_ids, split_softmax, sum_tokens
 from llamajax.parallel.zero import PreparedWeights, gathered

@@ -1,8 +1,12 @@
 """The micro-batches of a step on the stages of a pipeline.
 
-One program runs on all devices. In a tick every stage does the same, with its own layers and micro-batch (see
+One program runs on all devices. In a tick every stage does the same, with its own layers and micro-batches (see
 `llamajax.parallel.pipeline_schedule`); activations and their gradients travel by one permute each. A stage without a
 micro-batch computes on finite leftovers, which are cut off before they reach a gradient or the loss.
+
+The forward pass of a tick and its backward pass belong to different micro-batches, so each hides the communication of the
+other: barriers pair the layers of the two. The loss takes the tick after the forward pass that it ends, and its gradient the
+one after that: `DELAY`.
 
 Weights are whole within a stage for the whole step (`parallel.zero: 1`). Their gradients are summed on every device in
 `train.grad_accum_dtype` and reduced once, at the end of the step.
@@ -84,14 +88,14 @@ def accumulate(
         x, forward = stages.forward(tick, came)
         read, dx, backward = stages.backward(tick, kept, trees, stages.last_or(tick, of_last, shift(sent_back, -1)))
         own: Leaves = []
-        for slot in range(num_slots):
-            if 0 < slot < num_slots - 1:
+        for turn in range(num_slots):
+            if 0 < turn < num_slots - 1:
                 x, dx = jax.lax.optimization_barrier((x, dx))
-            # The last two forward passes share a barrier, so that the last backward pass hides the permute and the loss.
-            for ahead in range(len(own), min(slot + 1 + (slot >= num_slots - 2), num_slots)):
-                x, of_layer = forward(ahead, x)
+            # The last two forward passes share a turn, so that the last backward pass hides the permute after them.
+            while len(own) < min(num_slots, turn + 1 + (turn >= num_slots - 2)):
+                x, of_layer = forward(len(own), x)
                 own.append(jax.tree.leaves(of_layer))
-            dx, grads = backward(num_slots - 1 - slot, dx, grads)
+            dx, grads = backward(num_slots - 1 - turn, dx, grads)
         # A slot is written after it is read, so that it is written in place.
         own = jax.tree.map(lambda own, read: jax.lax.optimization_barrier((own, read))[0], own, read)
         of_last, grads, sums = stages.end(tick - 1, y, grads, sums)
@@ -99,21 +103,18 @@ def accumulate(
         return ((shift(x, 1), x), (dx, of_last), write(kept, own, tick), grads, sums), None
 
     def drain(carry: Any, tick: jax.Array) -> tuple[Any, None]:
-        (sent_back, of_last), kept, grads = jax.lax.optimization_barrier(carry)
+        (sent_back, of_last, later), kept, grads = jax.lax.optimization_barrier(carry)
         _, dx, backward = stages.backward(tick, kept, trees, stages.last_or(tick, of_last, shift(sent_back, -1)))
         for slot in reversed(range(num_slots)):
             dx, grads = backward(slot, dx, grads)
-        return ((dx, nothing), kept, stages.embed_back(tick, dx, grads)), None
+        return ((dx, later, nothing), kept, stages.embed_back(tick, dx, grads)), None
 
     filled, drained = schedule.fill, schedule.units + schedule.stages - 1
     (came, kept), _ = jax.lax.scan(fill, (nothing, room), jnp.arange(filled))
     carry = (came, nothing), (nothing, nothing), kept, *zeros
     ((_, y), back, kept, grads, sums), _ = jax.lax.scan(both, carry, jnp.arange(filled, drained))
-    ((dx, of_last), kept, grads), _ = drain((back, kept, grads), jnp.int32(drained))
-    of_last, grads, sums = stages.end(jnp.int32(drained - 1), y, grads, sums)
-    back = dx, of_last
-    drained = drained + 1
-    (_, _, grads), _ = jax.lax.scan(drain, (back, kept, grads), jnp.arange(drained, schedule.ticks))
+    later, grads, sums = stages.end(jnp.int32(drained - 1), y, grads, sums)
+    (_, _, grads), _ = jax.lax.scan(drain, ((*back, later), kept, grads), jnp.arange(drained, schedule.ticks))
     return grads, sums
 
 
@@ -245,7 +246,8 @@ class _Stages:
             own_kept, dx = jax.lax.optimization_barrier((jax.tree.unflatten(trees[slot], read[slot]), dx))
             weights, shared = self._weights(slot, tick, unit_of), self._shared(slot, tick, unit_of, rows)
             d_weights, dx, _ = self.stack.layer_back(weights, shared, own_kept, dx, ())
-            layers: list[Any] = list(grads.layers)
+            slots: Any = grads.layers
+            layers = list(slots)
             layers[slot] = self._plus(layers[slot], self.stack.ungrouped(d_weights), tick)
             return dx, _with(grads, layers=nnx.data(tuple(layers)))
 

@@ -1,9 +1,11 @@
-"""Resolves the forms of a pipeline (`parallel.pipeline`, `pipeline_chunks` and `pipeline_head`) by arithmetic, and says why."""
+"""Resolves `parallel.pipeline`, `pipeline_chunks` and `pipeline_head` by arithmetic, and says why."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from llamajax.config.parallel import HeadForm, PipelineForm
 from llamajax.config.run import Config
+from llamajax.config.stages import pipeline_problems
 from llamajax.estimates.formulas import DTYPE_BYTES, computed_model, layer_matrices, layer_matrix_bytes
 from llamajax.estimates.gpus import Gpu
 
@@ -17,25 +19,34 @@ def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> t
     parallel, stages, m = config.parallel, axes["pipeline"], config.train.grad_accum_steps
     if parallel.pipeline == "1f1b":
         return "1f1b", 1, "parallel.pipeline says so"
-    chunks = [n for n in range(2, config.model.num_layers // stages + 1) if config.model.num_layers % (stages * n) == 0]
-    if parallel.pipeline_chunks not in (None, 1):
-        chunks = [parallel.pipeline_chunks]
-    if parallel.pipeline == "auto" and (gpu is None or m % stages or not chunks):
-        why = (
-            "no GPU is named"
-            if gpu is None
-            else f"{m} micro-batches are no multiple of {stages} stages"
-            if m % stages
-            else ""
-        )
-        return "1f1b", 1, why or f"{config.model.num_layers} layers form no chunks on {stages} stages"
+    possible = [n for n in range(2, config.model.num_layers // stages + 1) if _can_have(config, axes, n)]
+    asked = possible if parallel.pipeline_chunks in (None, 1) else [parallel.pipeline_chunks]
+    if parallel.pipeline == "interleaved":
+        if gpu is None:
+            return "interleaved", asked[0], "parallel.pipeline says so"
+        best = min(asked, key=lambda n: _waiting_seconds(config, axes, gpu, n))
+        return "interleaved", best, f"parallel.pipeline says so; {_told(config, axes, gpu, best, 1)}"
     if gpu is None:
-        return "interleaved", chunks[0] if chunks else 2, "parallel.pipeline says so"
-    waits = {n: _waiting_seconds(config, axes, gpu, n) for n in (1, *chunks)}
-    best = min(chunks if parallel.pipeline == "interleaved" else waits, key=lambda n: waits[n])
-    other = 1 if best > 1 else min(chunks, key=lambda n: waits[n])
-    told = {n: f"{waits[n]:.2g} s with {n} chunk{'s' if n > 1 else ''} per stage" for n in (best, other)}
-    return ("interleaved" if best > 1 else "1f1b"), best, f"stages wait and copy for {told[best]}, {told[other]}"
+        return "1f1b", 1, "no GPU is named"
+    if m % stages:
+        return "1f1b", 1, f"{m} micro-batches are no multiple of {stages} stages"
+    if not possible:
+        return "1f1b", 1, f"{config.model.num_layers} layers form no chunks on {stages} stages"
+    best = min((1, *asked), key=lambda n: _waiting_seconds(config, axes, gpu, n))
+    other = 1 if best > 1 else min(asked, key=lambda n: _waiting_seconds(config, axes, gpu, n))
+    return "interleaved" if best > 1 else "1f1b", best, _told(config, axes, gpu, best, other)
+
+
+def _can_have(config: Config, axes: Mapping[str, int], chunks: int) -> bool:
+    """Returns whether each stage can have this many chunks of equally many layers."""
+    parallel = dataclasses.replace(config.parallel, pipeline="interleaved", pipeline_chunks=chunks)
+    is_even = config.model.num_layers % (axes["pipeline"] * chunks) == 0
+    return is_even and not list(pipeline_problems(config.model, parallel, config.train, axes))
+
+
+def _told(config: Config, axes: Mapping[str, int], gpu: Gpu, *chunks: int) -> str:
+    waits = (f"{_waiting_seconds(config, axes, gpu, n):.2g} s with {n} chunk{'s' * (n > 1)} per stage" for n in chunks)
+    return f"stages wait or copy for {', '.join(waits)}"
 
 
 def _waiting_seconds(config: Config, axes: Mapping[str, int], gpu: Gpu, chunks: int) -> float:

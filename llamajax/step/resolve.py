@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from llamajax.config.model import REMATS, ModelConfig, Remat
 from llamajax.config.parallel import Reduction, SequenceForm, StackForm, TensorForm, num_parts, splits_residual
@@ -81,7 +82,8 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
     if mesh["pipeline"] > 1:
         order, chunks, why = pipeline_form(config, mesh, gpu)
         chosen["pipeline"], chosen["pipeline_head"] = (order, why), head_form(config, mesh, gpu)
-        config = _in_forms(config, pipeline=order, pipeline_chunks=chunks, pipeline_head=chosen["pipeline_head"][0])
+        forms: dict[str, Any] = {"pipeline": order, "pipeline_chunks": chunks, "pipeline_head": chosen["pipeline_head"][0]}
+        config = _in_forms(config, **forms)
     chosen["grad_reduce"] = reduction_form(config, mesh, budget)
     config = _in_forms(config, grad_reduce=chosen["grad_reduce"][0])
     no_choice = {axis for axis, size in mesh.items() if size == 1}
@@ -287,7 +289,7 @@ def _with_remat(config: Config, remat: Remat) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
 
 
-def _in_forms(config: Config, **forms: str) -> Config:
+def _in_forms(config: Config, **forms: Any) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **forms))
 
 

@@ -209,8 +209,10 @@ def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
     """Prints the trained model's continuation of `sample.prompt`, if one is set."""
     if config.sample.prompt is None:
         return
-    model, key = _without_stages(state) if jax.sharding.get_mesh().shape["pipeline"] > 1 else (state.model, state.rng)
-    with jax.set_mesh(key.sharding.mesh):
+    on, model, key = jax.sharding.get_mesh(), state.model, state.rng
+    if on.shape["pipeline"] > 1:
+        on, model, key = _without_stages(state)
+    with jax.set_mesh(on):
         pieces = stream_text(
             whole_over_data(model, config.model.compute_dtype),
             dataset.tokenizer,
@@ -224,15 +226,15 @@ def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
         console.print_stream(config.sample.prompt, pieces)
 
 
-def _without_stages(state: TrainState) -> tuple[Llama, jax.Array]:
-    """Returns the weights and the key of a pipelined run for generation, which has no stages: with layers split along `fsdp`
-    instead, where that divides them, or with copies along `data`."""
+def _without_stages(state: TrainState) -> tuple[jax.sharding.Mesh, Llama, jax.Array]:
+    """Returns the weights and the key of a pipelined run on a mesh for generation, which has no stages: layers are split
+    along `fsdp` instead, where that divides them, or devices along `data` have copies."""
     meshes = [mesh.without_stages(jax.sharding.get_mesh(), axis) for axis in ("fsdp", "data")]
     on = next((on for on in meshes if not state.model.config.undivided(on.shape)), meshes[-1])
     with jax.set_mesh(on):
         like = concretise(jax.eval_shape(lambda: Llama(state.model.config, jax.random.key(0))))
         model = jax.tree.map(lambda weight, like: jax.device_put(weight, like.sharding), state.model, like)
-        return model, jax.device_put(state.rng, jax.NamedSharding(on, jax.P()))
+        return on, model, jax.device_put(state.rng, jax.NamedSharding(on, jax.P()))
 
 
 def main(config: Config, *, dry_run: bool) -> None:

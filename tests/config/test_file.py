@@ -103,8 +103,8 @@ def everything(monkeypatch) -> Config:
         seed=4_294_967_295,
         mesh=MeshConfig(pipeline=2, data=2, fsdp=1, sequence=2, tensor=-1, num_cpu_devices=4),
         parallel=ParallelConfig(
-            stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring", pipeline="interleaved",
-            pipeline_chunks=2, pipeline_head="last",
+            stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring",
+            pipeline="interleaved", pipeline_chunks=2, pipeline_head="last",
         ),
         distributed=DistributedConfig(
             enabled=True, coordinator_address="host:1", num_processes=2, process_id=1, heartbeat_timeout_s=9,
@@ -225,8 +225,8 @@ EDITS = [
     ("", "profile: {start_step: 99}\n", "19: profile.start_step: steps 99 to 101 reach beyond train.num_steps=100"),
     ("", "seed: -1\n", "19: seed: -1 must be at least 0 and below 2**32"),
     ("runs/tiny", '""', "1: run_dir: must not be empty"),
-    ("", "mesh: {num_cpu_devices: 8, data: 3}\n", "19: mesh: pipeline(1) x data(3) x sequence(1) x tensor(1) = 3 does not divide the 8 d"),
-    ("", "mesh: {num_cpu_devices: 8, fsdp: 2}\n", "19: mesh: pipeline(1) x data(1) x fsdp(2) x sequence(1) x tensor(1) = 2, but there"),
+    ("", "mesh: {num_cpu_devices: 8, data: 3}\n", "19: mesh: pipeline(1) x data(3) x sequence(1) x tensor(1) = 3 does n"),
+    ("", "mesh: {num_cpu_devices: 8, fsdp: 2}\n", "19: mesh: pipeline(1) x data(1) x fsdp(2) x sequence(1) x tensor(1) = "),
     ("", "mesh: {num_cpu_devices: 16, tensor: 16}\n", "8: model.num_kv_heads: 4 must be divisible by mesh.tensor=16"),
     ("", "mesh: {num_cpu_devices: 32}\n", "16: train.global_batch_size: 16 / grad_accum_steps(1) = 16 sequences cannot"),
     # Files that are named and do not exist.
