@@ -173,6 +173,7 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
+        problems += self.hardware.domain_problems(axes["pipeline"])
         return [*problems, *pipeline_problems(self.model, self.parallel, train, axes)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
