@@ -87,8 +87,8 @@ class HardwareConfig(Section):
                 own, least = stages * domain.nodes / self.nodes, Fraction(domain.nodes, self.nodes).denominator
                 yield (
                     f"hardware.domains.{index}: {domain.name} has {domain.nodes} of {self.nodes} nodes, which hold {own:.3g}"
-                    f" of mesh.pipeline={stages} stages, and a stage must be within one domain; set mesh.pipeline to a multiple"
-                    f" of {least}, or other domains"
+                    f" of mesh.pipeline={stages} stages, and a stage must be within one domain; set mesh.pipeline to a"
+                    f" multiple of {least}, or other domains"
                 )
                 return
 
