@@ -79,9 +79,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None, domains:
     if domains:
         of_devices = [domains[device.process_index] for device in ordered]
         if groups_across_domains(of_devices, sizes, [axis for axis in AXES if axis != "pipeline"]):
-            counts = ", ".join(str(len(list(of_domain))) for _, of_domain in itertools.groupby(of_devices))
+            counts = " and ".join(str(len(list(of_domain))) for _, of_domain in itertools.groupby(of_devices))
             raise EnvironmentMismatchError(
-                f"hardware.domains: {counts} devices are not whole numbers of stages of {len(ordered) // sizes['pipeline']},"
-                f" and a stage must be within one domain; choose another mesh.pipeline, or other hosts"
+                f"hardware.domains: {counts} devices are not whole numbers of stages of {len(ordered) // sizes['pipeline']}"
+                f" devices, and a stage must be within one domain; choose another mesh.pipeline, or other hosts"
             )
     return Mesh(np.array(ordered).reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Explicit,) * len(AXES))

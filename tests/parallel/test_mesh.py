@@ -118,8 +118,8 @@ def test_a_stage_in_two_domains_is_refused_in_one_line():
     with pytest.raises(EnvironmentMismatchError) as error:
         mesh.make_mesh(MeshConfig(pipeline=2), hosts_of(domains, 4), domains)
     assert str(error.value) == (
-        "hardware.domains: 8, 4 devices are not whole numbers of stages of 6, and a stage must be within one domain; choose"
-        " another mesh.pipeline, or other hosts"
+        "hardware.domains: 8 and 4 devices are not whole numbers of stages of 6 devices, and a stage must be within one"
+        " domain; choose another mesh.pipeline, or other hosts"
     )
 
 
