@@ -18,9 +18,9 @@ from llamajax.config.cleaning import (
     NearDuplicateConfig,
 )
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
+from llamajax.config.domains import DomainConfig
 from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.keys import keys
-from llamajax.config.domains import DomainConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
