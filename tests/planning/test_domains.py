@@ -15,6 +15,7 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.parallel.pipeline_schedule import PipelineSchedule
 from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
@@ -23,6 +24,7 @@ from llamajax.planning.domains import speeds_of_domains
 from llamajax.planning.plan import Schedule
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
+from llamajax.step.pipeline_forms import head_form
 from llamajax.step.resolve import resolve_planned
 from tests.planning.modules import module
 from tests.tiny import tiny_config
@@ -42,6 +44,7 @@ config = settings_of(Config, json.loads(sys.stdin.read()))
 startup.select_platform(config.mesh)
 import jax
 from llamajax.step.compile import lower
+from llamajax.step.pipeline_forms import head_form
 from llamajax.step.resolve import resolve_planned
 from llamajax.step.state import abstract_state
 
@@ -123,3 +126,14 @@ def test_domains_have_the_speed_of_their_networks_and_layers_in_proportion():
     assert slow.step_time_s == pytest.approx(5 * fast.step_time_s, rel=0.05)
     assert (fast.layers, slow.layers) == ((10,), (2,))
     assert speeds_of_domains(config.changed({"hardware": HardwareConfig(gpu="h100")}), cast(Schedule, schedule)) == []
+
+
+def test_the_head_is_shared_where_the_network_between_stages_is_fast():
+    shapes = {"model.vocab_size": 131072, "model.embed_dim": 4096, "model.compute_dtype": "bfloat16"}
+    config = two_domains(**shapes, **{"parallel.pipeline_head": "auto"})
+    gpu, axes = planned_gpu(config.hardware), config.mesh.axis_sizes(16)
+    assert head_form(config, axes, gpu)[0] == "last"
+    fast = config.changed({"hardware.domain_bandwidth": 400e9})
+    assert head_form(fast, axes, gpu)[0] == "shared"
+    alike = config.changed({"hardware": HardwareConfig(gpu="h100", nodes=4, gpus_per_node=4)})
+    assert head_form(alike, axes, gpu)[0] == "shared"
