@@ -139,9 +139,11 @@ class Config(Settings):
     def placement_problems(self, num_devices: int) -> list[str]:
         """Returns one `key: rule; remedy` line for each part of the run that does not divide over `num_devices` devices."""
         try:
-            return self.undivided(self.mesh.axis_sizes(num_devices))
+            axes = self.mesh.axis_sizes(num_devices)
         except ConfigError as error:
             return [str(error)]
+        across = self.hardware.domain_problems(axes["pipeline"]) if self.mesh.num_cpu_devices is None else ()
+        return [*self.undivided(axes), *across]
 
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
         """Returns one `key: rule; remedy` line for each part of model and batch that mesh axes of these sizes do not
@@ -173,7 +175,6 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
-        problems += self.hardware.domain_problems(axes["pipeline"])
         return [*problems, *pipeline_problems(self.model, self.parallel, train, axes)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:

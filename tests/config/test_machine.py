@@ -30,3 +30,9 @@ def test_a_part_of_a_stage_in_a_domain_is_refused_in_one_line(nodes, pipeline, o
         f"hardware.domains.0: domain0 has {nodes[0]} of {sum(nodes)} nodes, which hold {own} of mesh.pipeline={pipeline}"
         f" stages, and a stage must be within one domain; set mesh.pipeline to a multiple of {least}, or other domains"
     )
+
+
+def test_emulated_devices_are_in_no_domain():
+    """The run on one device, for verification and evaluation, keeps its hardware."""
+    config = run((2, 2), pipeline=2).changed({"mesh": MeshConfig(num_cpu_devices=1)})
+    assert config.hardware.domains
