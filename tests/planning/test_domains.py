@@ -104,7 +104,8 @@ def test_only_activations_the_ends_and_scalars_cross_domains(head, tied):
     for use in crossing:
         sent[kind(use)] += use.count * use.collective.wire_bytes["inter_domain"]
         assert kind(use) != "scalars" or use.collective.num_bytes <= norm + 64, "losses, norms, gradients of the last norm"
-    assert sent["permutes"] == (2 * (MICRO_BATCHES + p - 1) + schedule.delay) * activation
+    forward, backward = schedule.units + p - 1, schedule.ticks - schedule.fill
+    assert sent["permutes"] == (forward + backward) * activation
     # The head works a tick behind the last stage, once more than there are micro-batches.
     assert sent["head"] == (2 * (MICRO_BATCHES + 1) * activation * (p - 1) / p if head == "shared" else 0)
     # A ring of n devices passes (n - 1) / n of an array on, over p of its n links; a sum goes around twice.
