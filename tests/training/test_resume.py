@@ -148,6 +148,22 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
     assert_close_to_unbroken(unbroken, run_dir)
 
 
+@pytest.mark.slow
+def test_a_pipeline_continues_without_stages_and_with_them_again(unbroken, tmp_path):
+    """Stopped on two stages, then on fsdp 8, and finished on the stages: rows and losses stay."""
+    run_dir = tmp_path / "run"
+    rest = ("--mesh.sequence=1", f"--run_dir={run_dir}", "--parallel.zero=1")
+    stages = ("--mesh.pipeline=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--train.grad_accum_steps=4", *rest)
+    alone = ("--mesh.fsdp=8", "--mesh.tensor=1", "--train.grad_accum_steps=1", *rest)
+    for overrides, last in ((stages, 30), (alone, 60)):
+        process = runs.start(unbroken, *overrides)
+        runs.wait_until(lambda last=last: runs.steps_on_record(run_dir) >= last, [process])
+        process.terminate()
+        runs.finish(process)
+    runs.finish(runs.start(unbroken, *stages))
+    assert_close_to_unbroken(unbroken, run_dir)
+
+
 def start_two(
     config: pathlib.Path,
     *overrides: str,
