@@ -123,6 +123,8 @@ class Config(Settings):
             if start_s <= wait_s:
                 rule = f"must be above distributed.initialization_timeout_s={wait_s}, the time that processes have to join"
                 yield f"watchdog.start_s: {start_s} {rule}; raise it"
+        if self.mesh.stages and self.xla.latency_profile not in (None, "auto"):
+            yield "xla.latency_profile: a file has the latencies of one program, and mesh.stages has several; set auto or null"
         last_traced = (profile.start_step or 0) + profile.num_steps - 1
         if profile.start_step is not None and last_traced > train.num_steps:
             steps = f"steps {profile.start_step} to {last_traced}"
@@ -175,7 +177,7 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
-        return [*problems, *pipeline_problems(self.model, self.parallel, train, axes)]
+        return [*problems, *pipeline_problems(self.model, self.parallel, train, axes, self.mesh.stages)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
         """Returns one `key: rule; remedy` line for each reason why rows that axes of these sizes split cannot take `form`.

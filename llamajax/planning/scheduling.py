@@ -26,6 +26,7 @@ from llamajax.planning.schedule_choice import FASTEST, GUESSES, Judge, Judged, P
 from llamajax.processes.peers import everyones, of_first
 from llamajax.step.compile import Option, check_flags, compile_with, compiler_options, lower
 from llamajax.step.resolve import ResolvedRun, resolve
+from llamajax.step.staged_step import StagedStep, compile_staged
 from llamajax.step.state import abstract_state
 
 
@@ -40,9 +41,9 @@ def latency_source(config: Config, num_devices: int) -> str | None:
 class Compilation:
     """Training's step, compiled for the devices of this run, or loaded."""
 
-    step: jax.stages.Compiled
+    step: jax.stages.Compiled | StagedStep
     options: dict[str, Option]
-    """Options that the compiler received."""
+    """Options that the compiler received, with `mesh.stages` for the programs of a stage."""
     from_cache: bool
     """Whether jax loaded it from an earlier compilation."""
 
@@ -90,6 +91,20 @@ def compile_here(run: ResolvedRun, lowered: jax.stages.Lowered) -> Compilation:
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 
+def compile_run_here(run: ResolvedRun) -> Compilation:
+    """Compiles a run's step for the devices of the current mesh; all processes call this together.
+
+    Raises:
+        UserError: see `compile_here` and `compile_staged`.
+    """
+    state = abstract_state(run.config)
+    if not run.config.mesh.stages:
+        return compile_here(run, lower(run, state))
+    with compilation_cache.loaded() as loaded:
+        step, options = compile_staged(run, state)
+    return Compilation(step=step, options=options, from_cache=bool(loaded))
+
+
 def gpu_options(run: ResolvedRun, lowered: jax.stages.Lowered) -> tuple[dict[str, Option], Judged | None]:
     """Returns XLA's options for training's step on GPUs, the same in all processes, which call this together; and the step,
     if it was compiled to be judged.
@@ -132,7 +147,8 @@ def resolve_here(config: Config, doing: Callable[[str], None] = lambda what: Non
         doing: takes a line of progress.
     """
     mesh = dict(jax.sharding.get_mesh().shape)
-    if config.model.remat != "auto" or config.hardware.gpu == "none" or jax.default_backend() != "gpu":
+    told = config.model.remat != "auto" or config.hardware.gpu == "none" or config.mesh.stages
+    if told or jax.default_backend() != "gpu":
         return resolve(config, mesh)
     state = abstract_state(config)
 
