@@ -1,5 +1,6 @@
 """The layers of the stages of a pipeline, and the rules for `mesh.pipeline`."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from llamajax.config.model import ModelConfig
@@ -89,10 +90,11 @@ def pipeline_problems(
             why = "stages of unequal layers" if counts else why
             yield f"model.embed_dim: {model.embed_dim} must be divisible by {over} for {why}; choose other sizes of these"
     period = len(model.windows)
-    slots = zip(*(chunk for stage in layers_of_stages(layers, stages, chunks) for chunk in stage), strict=True)
-    kinds = [{layer % period for layer in slot if layer != EMPTY} for slot in slots]
-    if any(len(of_slot) > 1 for of_slot in kinds):
-        yield (
-            f"mesh.pipeline: {stages} stages of {len(kinds)} layers do not hold whole rounds of model.layer_types, which"
-            f" repeat every {period} layers; choose stages with a multiple of {period} layers"
-        )
+    for own in dict.fromkeys(((), tuple(counts))):  # an evaluation shares the layers evenly
+        slots = zip(*itertools.chain(*layers_of_stages(layers, stages, chunks, own)), strict=True)
+        kinds = [{layer % period for layer in slot if layer != EMPTY} for slot in slots]
+        if any(len(of_slot) > 1 for of_slot in kinds):
+            yield (
+                f"mesh.{'stages' if own else 'pipeline'}: {stages} stages of {len(kinds)} layers do not hold whole rounds of"
+                f" model.layer_types, which repeat every {period} layers; choose stages with a multiple of {period} layers"
+            )

@@ -22,6 +22,11 @@ def test_layers_fill_the_stages_in_order():
         ({"parallel.pipeline_head": "shared"}, "parallel.pipeline_head", "set auto"),
         ({"xla.latency_profile": "file"}, "xla.latency_profile", "mesh.stages has several"),
         ({"model.embed_dim": 36}, "model.embed_dim", "stages of unequal layers"),
+        (
+            {"model.layer_types": ("sliding_attention", "full_attention"), "model.sliding_window": 4},
+            "mesh.stages",
+            "whole rounds of model.layer_types",
+        ),
         ({"parallel.zero": 3}, "parallel.zero", "set 1"),
     ],
 )

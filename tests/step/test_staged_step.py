@@ -126,9 +126,14 @@ def test_gradients_equal_those_of_one_device():
             {"mesh.data": 2, "mesh.sequence": 2},
             {"train.grad_accum_steps": 4, "parallel.sequence": "ring", "parallel.zero_data": 1, "model.qk_norm": True},
         ),
+        (
+            (2, 6),
+            {"mesh.fsdp": 2},
+            {"model.layer_types": ("sliding_attention", "full_attention"), "model.sliding_window": 4},
+        ),
         ((1, 2), {"mesh.fsdp": 2}, {"train.grad_accum_steps": 1, "train.frozen": ("embedding", "layers.mlp.")}),
     ],
-    ids=["3+5, fsdp, tensor", "1+2+3+2, fsdp", "tied", "sequence in a ring, over data", "frozen"],
+    ids=["3+5, fsdp, tensor", "1+2+3+2, fsdp", "tied", "sequence in a ring, over data", "windows", "frozen"],
 )
 def test_gradients_of_every_form_equal_those_of_one_device(counts, axes, changes):
     check(counts, axes, **changes)
