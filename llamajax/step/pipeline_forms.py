@@ -20,7 +20,7 @@ def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> t
     """
     parallel, stages, m = config.parallel, axes["pipeline"], config.train.grad_accum_steps
     if config.mesh.stages:
-        return "1f1b", 1, _OWN_PROGRAMS
+        return "1f1b", 1, f"{_OWN_PROGRAMS}; a plan counts the longest stage for all"
     if parallel.pipeline == "1f1b":
         return "1f1b", 1, "parallel.pipeline says so"
     possible = [n for n in range(2, config.model.num_layers // stages + 1) if _can_have(config, axes, n)]
