@@ -123,8 +123,6 @@ class Config(Settings):
             if start_s <= wait_s:
                 rule = f"must be above distributed.initialization_timeout_s={wait_s}, the time that processes have to join"
                 yield f"watchdog.start_s: {start_s} {rule}; raise it"
-        if self.mesh.stages and self.xla.latency_profile not in (None, "auto"):
-            yield "xla.latency_profile: a file is for one program, and mesh.stages has several; set auto or null"
         last_traced = (profile.start_step or 0) + profile.num_steps - 1
         if profile.start_step is not None and last_traced > train.num_steps:
             steps = f"steps {profile.start_step} to {last_traced}"

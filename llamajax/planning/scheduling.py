@@ -16,7 +16,7 @@ from llamajax import disk
 from llamajax.config.model import REMATS
 from llamajax.config.run import Config
 from llamajax.data import cache
-from llamajax.errors import EnvironmentMismatchError
+from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.calibration import read_measurement
 from llamajax.parallel import compilation_cache
 from llamajax.planning.cost.attention import scores_of_calls
@@ -62,13 +62,15 @@ def check_told(config: Config) -> None:
     """Refuses settings that only the GPU compiler would reject, before it starts; all processes call this together.
 
     Raises:
-        ConfigError: this jaxlib does not support `xla.flags`, or a file cannot be used: see `read_latencies` and
-            `read_measurement`.
+        ConfigError: this jaxlib does not support `xla.flags`, or a file cannot be used, at all or with `mesh.stages`: see
+            `read_latencies` and `read_measurement`.
         EnvironmentMismatchError: the processes have different files of latencies.
     """
     if config.xla.flags:
         check_flags(config.xla.flags)
     if config.xla.latency_profile not in (None, "auto"):
+        if config.mesh.stages:
+            raise ConfigError("xla.latency_profile: a file is for one program, and mesh.stages has several; set auto")
         _same_file(config.xla.latency_profile)
     read_measurement(config.hardware)
 

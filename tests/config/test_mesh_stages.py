@@ -20,7 +20,6 @@ def test_layers_fill_the_stages_in_order():
         ({"mesh.stages": (3, 4)}, "mesh.stages", "7 layers in 2 stages"),
         ({"parallel.pipeline": "interleaved", "train.grad_accum_steps": 2}, "parallel.pipeline", "set auto"),
         ({"parallel.pipeline_head": "shared"}, "parallel.pipeline_head", "set auto"),
-        ({"xla.latency_profile": "file"}, "xla.latency_profile", "mesh.stages has several"),
         ({"model.embed_dim": 36}, "model.embed_dim", "stages of unequal layers"),
         (
             {"model.layer_types": ("sliding_attention", "full_attention"), "model.sliding_window": 4},
