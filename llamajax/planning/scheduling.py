@@ -93,17 +93,14 @@ def compile_here(run: ResolvedRun, lowered: jax.stages.Lowered) -> Compilation:
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 
-def compile_run_here(run: ResolvedRun) -> Compilation:
-    """Compiles a run's step for the devices of the current mesh; all processes call this together.
+def compile_stages_here(run: ResolvedRun) -> Compilation:
+    """Compiles the step of a run with `mesh.stages` for the devices of the current mesh; all processes call this together.
 
     Raises:
-        UserError: see `compile_here` and `compile_staged`.
+        ConfigError: see `compile_staged`.
     """
-    state = abstract_state(run.config)
-    if not run.config.mesh.stages:
-        return compile_here(run, lower(run, state))
     with compilation_cache.loaded() as loaded:
-        step, options = compile_staged(run, state)
+        step, options = compile_staged(run, abstract_state(run.config))
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 

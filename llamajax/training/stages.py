@@ -11,9 +11,10 @@ from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.kernels.choice import compute_capability
 from llamajax.parallel.stage_meshes import check_transfers, stage_meshes
-from llamajax.planning.scheduling import Compilation, compile_run_here, resolve_here
-from llamajax.step.compile import Option, told
+from llamajax.planning.scheduling import Compilation, compile_here, compile_stages_here, resolve_here
+from llamajax.step.compile import Option, lower, told
 from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve
+from llamajax.step.state import abstract_state
 from llamajax.watch import console
 from llamajax.watch.console import say
 
@@ -67,7 +68,7 @@ def compile_steps(runs: Mapping[int, ResolvedRun]) -> dict[int, Compilation]:
         runs: the result of `resolve_stages`.
 
     Raises:
-        UserError: see `compile_run_here`.
+        ConfigError: see `compile_here`.
     """
     compilations = {}
     for seq_len, run in runs.items():
@@ -78,7 +79,10 @@ def compile_steps(runs: Mapping[int, ResolvedRun]) -> dict[int, Compilation]:
 def _compile(run: ResolvedRun, which: str, known: Mapping[str, Option] | None = None) -> Compilation:
     """Compiles a step and logs a line about it, and one about its options unless they are the `known` ones."""
     started = time.monotonic()
-    compilation = compile_run_here(run)
+    if run.config.mesh.stages:
+        compilation = compile_stages_here(run)
+    else:
+        compilation = compile_here(run, lower(run, abstract_state(run.config)))
     if compilation.options != known:
         console.log(f"options    {which}{told(compilation.options, jax.devices()[0].device_kind)}")
     programs = jax.config.values["jax_compilation_cache_dir"]
