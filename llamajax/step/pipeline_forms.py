@@ -12,7 +12,7 @@ from llamajax.estimates.gpus import Gpu
 _OWN_PROGRAMS = "each stage of mesh.stages runs its own programs"
 
 
-def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple[PipelineForm, int, str]:
+def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple[PipelineForm, int | None, str]:
     """Returns the order in which stages work, the chunks of each stage, and the reason in one line.
 
     Chunks cut the ticks that fill and drain the pipeline, when a stage waits, to a part of them. But a stage then reads
@@ -21,6 +21,9 @@ def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> t
     parallel, stages, m = config.parallel, axes["pipeline"], config.train.grad_accum_steps
     if config.mesh.stages:
         return "1f1b", 1, f"{_OWN_PROGRAMS}; a plan counts the longest stage for all"
+    if stages == 1:
+        given: PipelineForm = "1f1b" if parallel.pipeline == "auto" else parallel.pipeline
+        return given, parallel.pipeline_chunks, "there is one stage"
     if parallel.pipeline == "1f1b":
         return "1f1b", 1, "parallel.pipeline says so"
     possible = [n for n in range(2, config.model.num_layers // stages + 1) if _can_have(config, axes, n)]
@@ -79,7 +82,7 @@ def head_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple
         return "last", _OWN_PROGRAMS
     if (asked := config.parallel.pipeline_head) != "auto":
         return asked, "parallel.pipeline_head says so"
-    if gpu is None:
+    if gpu is None or axes["pipeline"] == 1:
         return "last", "no GPU is named, so nothing tells whether sharing pays"
     stages, width = axes["pipeline"], DTYPE_BYTES[config.model.compute_dtype]
     tokens = config.rows_per_device(axes) * config.data.seq_len / axes["sequence"]

@@ -79,16 +79,16 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         "tensor": tensor_form(config, mesh),
     }
     config = _in_forms(config, **{setting: form for setting, (form, _) in chosen.items()})
-    if mesh["pipeline"] > 1:
-        order, chunks, why = pipeline_form(config, mesh, gpu)
-        chosen["pipeline"], chosen["pipeline_head"] = (order, why), head_form(config, mesh, gpu)
-        forms: dict[str, Any] = {"pipeline": order, "pipeline_chunks": chunks, "pipeline_head": chosen["pipeline_head"][0]}
-        config = _in_forms(config, **forms)
+    order, chunks, why = pipeline_form(config, mesh, gpu)
+    chosen["pipeline"], chosen["pipeline_head"] = (order, why), head_form(config, mesh, gpu)
+    config = _in_forms(config, pipeline=order, pipeline_chunks=chunks, pipeline_head=chosen["pipeline_head"][0])
     chosen["grad_reduce"] = reduction_form(config, mesh, budget)
     config = _in_forms(config, grad_reduce=chosen["grad_reduce"][0])
     no_choice = {axis for axis, size in mesh.items() if size == 1}
     if config.train.grad_accum_steps == 1:
         no_choice.add("grad_reduce")
+    if mesh["pipeline"] == 1:
+        no_choice.add("pipeline_head")
     if asked == "auto":
         chosen["remat"] = remat, reason
     return ResolvedRun(
