@@ -4,16 +4,18 @@ import math
 from collections.abc import Mapping
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import SequenceForm, num_parts
+from llamajax.config.parallel import SequenceForm, num_parts, splits_residual
 from llamajax.config.run import Config
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     computed_model,
     factor_bytes,
+    held_by_stage,
     keeps_gathered_weights,
     layer_matrices,
-    num_params,
 )
+from llamajax.estimates.formulas import weights as num_weights
+from llamajax.estimates.pipeline import StageWork
 
 
 def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
@@ -29,21 +31,23 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     for a matmul in float8 are sent in float8.
     `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, the devices exchange their
     stored parts of attention's matrices before they gather them.
+    `pipeline`: a stage gathers its own layers, and embedding and head, whose gradients are also reduced over the stages. All
+    stages run every tick, so idle ones send as much as the others; see `pipeline_bytes`.
     """
-    model, train = computed_model(config.model, mesh), config.train
+    model, train, work = computed_model(config.model, mesh), config.train, StageWork.of(config, mesh)
     width, matrices = DTYPE_BYTES[model.compute_dtype], layer_matrices(model)
     factors = {matrix: factor_bytes(model, matrix) for matrix in matrices}
     shards = num_parts("embed", mesh)
     replicas = num_parts("micro_batch", mesh) * num_parts("seq", mesh) / shards
-    weights = width * num_params(model) / mesh["tensor"]
+    weights = width * sum(held_by_stage(config, num_weights(model), mesh).values()) / mesh["tensor"]
     ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
     rows = train.global_batch_size / num_parts("micro_batch", mesh)
-    tokens = rows * config.data.seq_len / mesh["sequence"]
+    tokens = rows * config.data.seq_len / mesh["sequence"] / train.grad_accum_steps
     # Layers as gathered, and as their gradients are reduced. Prefetching turns around at the last layer, so one gather of
     # its weights serves both passes; and the first layer may be gathered once.
     layers = weights - ends
     saved = sum((width - factors[matrix]) * size for matrix, size in matrices.items())
-    gathered = layers - model.num_layers * saved / mesh["tensor"]
+    gathered = layers - work.layers * saved / mesh["tensor"]
     parallel, micro_batches = config.parallel, train.grad_accum_steps
     at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
     prefetches = parallel.prefetches
@@ -67,13 +71,51 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     again = 1 if model.remat == "none" else 2
     passed = sum((again if matrix.matmul == "column" else 1) * factors[matrix] + width for matrix in matrices)
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
+    layer_passes = work.computed_layers
+    ends_passed = 2 * width * (work.passes + micro_batches * _share_of_head(config, mesh))
     return (
         sharded * (shards - 1) / shards
         + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
         + 2 * weights / shards * (replicas - 1) / replicas * reductions
-        + (model.num_layers * passed + 4 * width) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
-        + model.num_layers * width * tokens * sequence_numbers(config.model, mesh, config.parallel.sequence)
+        + (layer_passes * passed + ends_passed) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
+        + layer_passes * width * tokens * sequence_numbers(config.model, mesh, config.parallel.sequence)
+        + sum(pipeline_bytes(config, mesh).values())
     )
+
+
+def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
+    """Returns the bytes that a device sends to other stages per step, by purpose.
+
+    `permutes`: in each tick one micro-batch's residual stream to the next stage, and its gradient to the previous one.
+    `head`: where stages share the head's tokens, the last stage scatters each micro-batch's hidden states, and gathers their
+    gradients. `ends`: gradients of embedding and head, summed over the stages, and, where these store parts of both, the
+    parts. `layers`: weights and gradients on their way between the stored state and the stages, see `StageWork.exchanges`.
+    """
+    model, work = computed_model(config.model, mesh), StageWork.of(config, mesh)
+    width, parts = DTYPE_BYTES[model.compute_dtype], num_parts("embed", mesh) * mesh["tensor"]
+    p, others = work.stages, (work.stages - 1) / work.stages
+    ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / parts
+    layers = width * work.layers * sum(layer_matrices(model).values()) / parts
+    residual = width * config.rows_per_device(mesh) * _residual_tokens(config, mesh) * model.embed_dim
+    shared = config.parallel.pipeline_head == "shared"
+    return {
+        "permutes": 2 * work.passes * residual * min(p - 1, 1),
+        "head": 2 * work.micro_batches * residual * _share_of_head(config, mesh) * p * others * shared,
+        "ends": 2 * ends * others,
+        "layers": 2 * layers * others * work.exchanges,
+    }
+
+
+def _residual_tokens(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the tokens of a row in the residual stream of a device."""
+    is_split = splits_residual(config.data.seq_len, mesh)
+    return config.data.seq_len // num_parts("residual_seq" if is_split else "seq", mesh)
+
+
+def _share_of_head(config: Config, mesh: Mapping[str, int]) -> float:
+    """Returns a stage's share of a micro-batch's tokens in the head; padding counts."""
+    tokens, p = _residual_tokens(config, mesh), mesh["pipeline"]
+    return -(-tokens // p) / tokens if config.parallel.pipeline_head == "shared" else 1.0
 
 
 def sequence_numbers(model: ModelConfig, mesh: Mapping[str, int], form: SequenceForm) -> float:

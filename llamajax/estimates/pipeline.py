@@ -1,0 +1,83 @@
+"""A pipeline by arithmetic: the layers of a device, the values that it keeps, and the ticks of a step.
+
+`llamajax.parallel.pipeline_schedule` runs these ticks. A mesh without a pipeline is one stage.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llamajax.config.run import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """The work of one device of a pipeline in a step."""
+
+    stages: int
+    chunks: int
+    """Chunks of layers per stage."""
+    micro_batches: int
+    num_layers: int
+    """Layers of the model."""
+
+    @staticmethod
+    def of(config: Config, mesh: Mapping[str, int]) -> "StageWork":
+        """Returns the work of a device; `parallel.pipeline_chunks` must be resolved, or unset for one chunk."""
+        return StageWork(
+            stages=mesh["pipeline"],
+            chunks=config.parallel.pipeline_chunks or 1,
+            micro_batches=config.train.grad_accum_steps,
+            num_layers=config.model.num_layers,
+        )
+
+    @property
+    def layers(self) -> int:
+        """Returns the number of layers that a device holds; empty slots count."""
+        return -(-self.num_layers // (self.stages * self.chunks)) * self.chunks
+
+    @property
+    def units(self) -> int:
+        """Returns the number of passes of a micro-batch through a chunk, in each direction."""
+        return self.micro_batches * self.chunks
+
+    @property
+    def passes(self) -> int:
+        """Returns the number of ticks with a forward pass, and of ticks with a backward pass, idle stages included."""
+        return self.units + self.stages - 1
+
+    @property
+    def fill(self) -> int:
+        """Returns the number of first ticks, with a forward pass only; as many last ticks have a backward pass only."""
+        return self.stages * self.chunks - 1
+
+    @property
+    def both(self) -> int:
+        """Returns the number of ticks with a forward and a backward pass."""
+        return self.passes - self.fill
+
+    @property
+    def slots(self) -> int:
+        """Returns the number of passes that a device keeps the values of."""
+        return 2 * self.fill + 1
+
+    @property
+    def kept_layers(self) -> int:
+        """Returns how many times a device keeps the values of a layer."""
+        return self.slots * self.layers // self.chunks
+
+    @property
+    def computed_layers(self) -> int:
+        """Returns how many times a device runs the forward pass of a layer in a step, and the backward pass."""
+        return self.passes * self.layers // self.chunks
+
+    @property
+    def bubble(self) -> float:
+        """Returns the time in which a stage waits for others, relative to the time in which it works."""
+        return (self.stages - 1) / self.units
+
+    @property
+    def exchanges(self) -> int:
+        """Returns how often a stage's layers change devices between the stored state and compute: never if a stage stores
+        the layers of its only chunk; by columns of all layers otherwise, which even counts of layers reach first."""
+        even = self.num_layers % self.stages == 0
+        return 0 if even and self.chunks == 1 else 1 + even
