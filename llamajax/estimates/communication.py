@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import SequenceForm, num_parts, splits_residual
+from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.config.run import Config
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
@@ -13,9 +13,10 @@ from llamajax.estimates.formulas import (
     held_by_stage,
     keeps_gathered_weights,
     layer_matrices,
+    stored_by_stage,
 )
 from llamajax.estimates.formulas import weights as num_weights
-from llamajax.estimates.pipeline import StageWork
+from llamajax.estimates.pipeline import StageWork, residual_tokens, share_of_head
 
 
 def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
@@ -40,7 +41,7 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     shards = num_parts("embed", mesh)
     replicas = num_parts("micro_batch", mesh) * num_parts("seq", mesh) / shards
     weights = width * sum(held_by_stage(config, num_weights(model), mesh).values()) / mesh["tensor"]
-    ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
+    ends = width * sum(_ends(model).values()) / mesh["tensor"]
     rows = train.global_batch_size / num_parts("micro_batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"] / train.grad_accum_steps
     # Layers as gathered, and as their gradients are reduced. Prefetching turns around at the last layer, so one gather of
@@ -71,12 +72,13 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     again = 1 if model.remat == "none" else 2
     passed = sum((again if matrix.matmul == "column" else 1) * factors[matrix] + width for matrix in matrices)
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
+    owned = layers + width * sum(stored_by_stage(model, _ends(model), mesh).values()) / mesh["tensor"]
     layer_passes = work.computed_layers
-    ends_passed = 2 * width * (work.passes + micro_batches * _share_of_head(config, mesh))
+    ends_passed = 2 * width * (work.passes + micro_batches * share_of_head(config, mesh))
     return (
         sharded * (shards - 1) / shards
         + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
-        + 2 * weights / shards * (replicas - 1) / replicas * reductions
+        + 2 * owned / shards * (replicas - 1) / replicas * reductions
         + (layer_passes * passed + ends_passed) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
         + layer_passes * width * tokens * sequence_numbers(config.model, mesh, config.parallel.sequence)
         + sum(pipeline_bytes(config, mesh).values())
@@ -94,28 +96,20 @@ def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
     model, work = computed_model(config.model, mesh), StageWork.of(config, mesh)
     width, parts = DTYPE_BYTES[model.compute_dtype], num_parts("embed", mesh) * mesh["tensor"]
     p, others = work.stages, (work.stages - 1) / work.stages
-    ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / parts
+    ends = width * sum(_ends(model).values()) / parts
     layers = width * work.layers * sum(layer_matrices(model).values()) / parts
-    residual = width * config.rows_per_device(mesh) * _residual_tokens(config, mesh) * model.embed_dim
+    residual = width * config.rows_per_device(mesh) * residual_tokens(config, mesh) * model.embed_dim
     shared = config.parallel.pipeline_head == "shared"
     return {
         "permutes": 2 * work.passes * residual * min(p - 1, 1),
-        "head": 2 * work.micro_batches * residual * _share_of_head(config, mesh) * p * others * shared,
+        "head": 2 * work.micro_batches * residual * share_of_head(config, mesh) * p * others * shared,
         "ends": 2 * ends * others,
         "layers": 2 * layers * others * work.exchanges,
     }
 
 
-def _residual_tokens(config: Config, mesh: Mapping[str, int]) -> int:
-    """Returns the tokens of a row in the residual stream of a device."""
-    is_split = splits_residual(config.data.seq_len, mesh)
-    return config.data.seq_len // num_parts("residual_seq" if is_split else "seq", mesh)
-
-
-def _share_of_head(config: Config, mesh: Mapping[str, int]) -> float:
-    """Returns a stage's share of a micro-batch's tokens in the head; padding counts."""
-    tokens, p = _residual_tokens(config, mesh), mesh["pipeline"]
-    return -(-tokens // p) / tokens if config.parallel.pipeline_head == "shared" else 1.0
+def _ends(model: ModelConfig) -> dict[str, int]:
+    return {name: size for name, size in num_weights(model).items() if name in ("embedding", "head")}
 
 
 def sequence_numbers(model: ModelConfig, mesh: Mapping[str, int], form: SequenceForm) -> float:

@@ -15,7 +15,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import AXES, ParallelConfig, num_parts, splits_residual
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
-from llamajax.estimates.pipeline import StageWork
+from llamajax.estimates.pipeline import StageWork, share_of_head
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -33,7 +33,8 @@ def layer_matrices(model: ModelConfig) -> dict[LayerWeight, int]:
     return {weight: math.prod(shape) for weight, shape in layer_shapes(model).items() if weight.matmul}
 
 
-def _is_layer_matrix(name: str) -> bool:
+def is_layer_matrix(name: str) -> bool:
+    """Returns whether a name of `weights` is that of a layer's matrix."""
     return name.rpartition(".")[2] in MATRICES
 
 
@@ -162,7 +163,7 @@ def _state_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
     """Returns the bytes of weights and of moments that a device stores between steps."""
     model, moments, shards = config.model, config.optimizer.moments, _stored_shards(config.parallel, mesh)
     kept = {
-        name: size * (moments.of_layer_matrices if _is_layer_matrix(name) else moments.of_others)
+        name: size * (moments.of_layer_matrices if is_layer_matrix(name) else moments.of_others)
         for name, size in trained_weights(config.train, model).items()
     }
     stored, moment = (_per_device(stored_by_stage(model, sizes, mesh), shards) for sizes in (weights(model), kept))
@@ -185,7 +186,7 @@ def stored_by_stage(model: ModelConfig, sizes: Mapping[str, int], mesh: Mapping[
     def is_split(name: str) -> bool:
         if name in ("embedding", "head"):
             return divided["end"]
-        return _is_layer_matrix(name) or (name.startswith("layers.") and divided["layer"])
+        return is_layer_matrix(name) or (name.startswith("layers.") and divided["layer"])
 
     return {name: size // stages if is_split(name) else size for name, size in sizes.items()}
 
@@ -200,7 +201,7 @@ def held_by_stage(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, i
 def _per_device(sizes: Mapping[str, int], shards: int) -> int:
     """Returns the count of numbers on one of `shards` devices, for arrays of the given sizes, split like the weights of the
     same names."""
-    split = sum(size for name, size in sizes.items() if name in ("embedding", "head") or _is_layer_matrix(name))
+    split = sum(size for name, size in sizes.items() if name in ("embedding", "head") or is_layer_matrix(name))
     return split // shards + sum(sizes.values()) - split
 
 
@@ -214,7 +215,7 @@ def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
 def _gathered_once(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> int:
     sizes = held_by_stage(config, sizes, mesh)
     parallel, ends = config.parallel, sum(sizes.get(name, 0) for name in ("embedding", "head"))
-    layers = sum(size for name, size in sizes.items() if _is_layer_matrix(name))
+    layers = sum(size for name, size in sizes.items() if is_layer_matrix(name))
     if parallel.zero == 1:
         return (ends + layers) // mesh["tensor"]
     if parallel.grad_reduce != "step":
@@ -285,7 +286,8 @@ def expected_bytes(
     matrices = layer_matrices(computed).items()
     rounded = L * sum(size for matrix, size in matrices if matrix.name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
-    loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
+    logits = min(max_chunk_logits, math.ceil(tokens * share_of_head(config, mesh)) * V)
+    loss = logits * (4 + 2 * wide) + V * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights
     if config.parallel.zero == 1 and work.stages > 1:
         collectives = 0

@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from llamajax.config.parallel import num_parts, splits_residual
 from llamajax.config.run import Config
 
 
@@ -81,3 +82,16 @@ class StageWork:
         the layers of its only chunk; by columns of all layers otherwise, which even counts of layers reach first."""
         even = self.num_layers % self.stages == 0
         return 0 if even and self.chunks == 1 else 1 + even
+
+
+def residual_tokens(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the tokens of a row in the residual stream of a device."""
+    is_split = splits_residual(config.data.seq_len, mesh)
+    return config.data.seq_len // num_parts("residual_seq" if is_split else "seq", mesh)
+
+
+def share_of_head(config: Config, mesh: Mapping[str, int]) -> float:
+    """Returns a device's share of the head's work on a micro-batch: all of it, or, where the stages share it, a part of the
+    tokens with its padding."""
+    tokens, p = residual_tokens(config, mesh), mesh["pipeline"]
+    return -(-tokens // p) / tokens if config.parallel.pipeline_head == "shared" else 1.0

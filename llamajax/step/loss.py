@@ -81,7 +81,7 @@ def losses(
     targets: Int32[Array, "B T"],
     z_loss_weight: float,
     *,
-    auxiliary_targets: Int32[Array, "B T"] | None = None,
+    auxiliary_targets: Int32[Array, "_ _"] | None = None,
 ) -> tuple[jax.Array, tuple[LossSums, dict[str, jax.Array]]]:
     """Returns the results of `loss_fn` from the model's last states.
 

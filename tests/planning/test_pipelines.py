@@ -54,8 +54,13 @@ def test_it_sends_and_keeps_what_the_formulas_say(form):
             sent[f"{of.kind} {axis}"] = sent.get(f"{of.kind} {axis}", 0) + use.count * sum(of.wire_bytes.values())
     expected = pipeline_bytes(run.config, run.mesh)
     print(form, schedule.step.compile_s)
-    for k, v in sent.items(): print("  ", k, v)
+    for k, v in sent.items():
+        print("  ", k, v)
     print(expected)
     print(sum(schedule.timeline.wire_bytes.values()) / least_wire_bytes(run.config, run.mesh))
     print(schedule.memory.argument_bytes / minimum_state_bytes(config))
-    e=estimate(run); print({k:(round(v/2**20,1),round(schedule.memory.by_kind[k]/2**20,1)) for k,v in e.by_kind.items()}, e.peak_bytes/schedule.memory.peak_bytes)
+    e = estimate(run)
+    print(
+        {k: (round(v / 2**20, 1), round(schedule.memory.by_kind[k] / 2**20, 1)) for k, v in e.by_kind.items()},
+        e.peak_bytes / schedule.memory.peak_bytes,
+    )

@@ -1,6 +1,6 @@
 """The timeline of a replayed step: when every kernel and collective runs, and which lane waits for which transfer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -158,6 +158,14 @@ def layer_loops(timeline: Timeline) -> tuple[Loop, Loop] | None:
         if forward_share < 0.1 and backward_share > 0.9 and abs(forward.num_iterations - backward.num_iterations) <= 1
     ]
     return max(pairs, key=lambda pair: pair[0].seconds + pair[1].seconds, default=None)
+
+
+def tick_loops(timeline: Timeline, counts: Sequence[int]) -> tuple[Loop, ...] | None:
+    """Returns the loops over the ticks of a pipeline, which have these numbers of iterations; None if the step has no such
+    loops, because XLA writes out a loop with one iteration."""
+    loops = [event for event in timeline.events if isinstance(event, Loop)]
+    windows = (tuple(loops[first : first + len(counts)]) for first in range(len(loops)))
+    return next((found for found in windows if [loop.num_iterations for loop in found] == list(counts)), None)
 
 
 def _loops(events: tuple[Event | Loop, ...]) -> Iterator[Loop]:
