@@ -69,18 +69,25 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
         by_head = (matrix for matrix in matrices if "K" in matrix.dims)
         sizes = sum(matrices[matrix] * (gathers * factors[matrix] + width) for matrix in by_head)
         exchanged = model.num_layers * sizes / (shards * mesh["tensor"])
-    again = 1 if model.remat == "none" else 2
-    passed = sum((again if matrix.matmul == "column" else 1) * factors[matrix] + width for matrix in matrices)
+    columns, rest = (
+        {matrix for matrix in matrices if (matrix.matmul == "column") == is_column} for is_column in (True, False)
+    )
+    forward = sum(factors[matrix] for matrix in columns) + width * len(rest)
+    again = 0 if model.remat == "none" else 1
+    backward = sum(again * factors[matrix] + width for matrix in columns) + sum(factors[matrix] for matrix in rest)
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
     owned = layers + width * sum(stored_by_stage(model, _ends(model), mesh).values()) / mesh["tensor"]
-    layer_passes = work.computed_layers
-    ends_passed = 2 * width * (work.passes + micro_batches * share_of_head(config, mesh))
+    # Bytes for each channel of a token that devices of `tensor` gather or scatter: in the layers, and by the embedding, both
+    # ways in every tick; by the head once for every micro-batch.
+    of_layers = work.layers_per_chunk * (work.forward_passes * forward + work.backward_passes * backward)
+    passes = work.forward_passes + work.backward_passes
+    of_ends = width * (passes + 2 * micro_batches * share_of_head(config, mesh))
     return (
         sharded * (shards - 1) / shards
         + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
         + 2 * owned / shards * (replicas - 1) / replicas * reductions
-        + (layer_passes * passed + ends_passed) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
-        + layer_passes * width * tokens * sequence_numbers(config.model, mesh, config.parallel.sequence)
+        + (of_layers + of_ends) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
+        + work.layers_per_chunk * passes / 2 * width * tokens * sequence_numbers(config.model, mesh, parallel.sequence)
         + sum(pipeline_bytes(config, mesh).values())
     )
 
@@ -88,7 +95,8 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
 def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
     """Returns the bytes that a device sends to other stages per step, by purpose.
 
-    `permutes`: in each tick one micro-batch's residual stream to the next stage, and its gradient to the previous one.
+    `permutes`: one micro-batch's residual stream to the next stage in each tick with a forward pass, and a gradient to the
+    previous stage in each one with a backward pass.
     `head`: where stages share the head's tokens, the last stage scatters each micro-batch's hidden states, and gathers their
     gradients. `ends`: gradients of embedding and head, summed over the stages, and, where these store parts of both, the
     parts. `layers`: weights and gradients on their way between the stored state and the stages, see `StageWork.exchanges`.
@@ -101,7 +109,7 @@ def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
     residual = width * config.rows_per_device(mesh) * residual_tokens(config, mesh) * model.embed_dim
     shared = config.parallel.pipeline_head == "shared"
     return {
-        "permutes": 2 * work.passes * residual * min(p - 1, 1),
+        "permutes": (work.forward_passes + work.backward_passes) * residual * min(p - 1, 1),
         "head": 2 * work.micro_batches * residual * share_of_head(config, mesh) * p * others * shared,
         "ends": 2 * ends * others,
         "layers": 2 * layers * others * work.exchanges,

@@ -299,7 +299,7 @@ def expected_bytes(
         "optimizer": moments,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
         "gradients": (stored + summed) * waiting + wide * held_back + summed * whole_trained,
-        "activations": work.kept_layers * tokens * saved * wide,
+        "activations": work.slots * work.layers_per_chunk * tokens * saved * wide,
         "logits": max(0, loss - layer - collectives),
         "collectives": collectives + wide * copied + rounded,
         "temporaries": layer,

@@ -42,39 +42,48 @@ class StageWork:
         return self.micro_batches * self.chunks
 
     @property
-    def passes(self) -> int:
-        """Returns the number of ticks with a forward pass, and of ticks with a backward pass, idle stages included."""
-        return self.units + self.stages - 1
+    def delay(self) -> int:
+        """Returns the ticks between a micro-batch's forward pass through the last stage and its backward pass there."""
+        return min(self.stages - 1, 1)
 
     @property
     def fill(self) -> int:
-        """Returns the number of first ticks, with a forward pass only; as many last ticks have a backward pass only."""
+        """Returns the number of first ticks, which have forward passes only."""
         return self.stages * self.chunks - 1
 
     @property
     def both(self) -> int:
-        """Returns the number of ticks with a forward and a backward pass."""
-        return self.passes - self.fill
+        """Returns the number of ticks with forward and backward passes."""
+        return self.forward_passes - self.fill
+
+    @property
+    def drain(self) -> int:
+        """Returns the number of last ticks, which have backward passes only."""
+        return self.fill + self.delay
+
+    @property
+    def forward_passes(self) -> int:
+        """Returns the number of ticks with a forward pass through a chunk, those of an idle stage included."""
+        return self.units + self.stages - 1
+
+    @property
+    def backward_passes(self) -> int:
+        """Returns the number of ticks with a backward pass through a chunk, those of an idle stage included."""
+        return self.both + self.drain
 
     @property
     def slots(self) -> int:
         """Returns the number of passes that a device keeps the values of."""
-        return 2 * self.fill + 1
+        return 2 * self.fill + 1 + self.delay
 
     @property
-    def kept_layers(self) -> int:
-        """Returns how many times a device keeps the values of a layer."""
-        return self.slots * self.layers // self.chunks
-
-    @property
-    def computed_layers(self) -> int:
-        """Returns how many times a device runs the forward pass of a layer in a step, and the backward pass."""
-        return self.passes * self.layers // self.chunks
+    def layers_per_chunk(self) -> int:
+        return self.layers // self.chunks
 
     @property
     def bubble(self) -> float:
-        """Returns the time in which a stage waits for others, relative to the time in which it works."""
-        return (self.stages - 1) / self.units
+        """Returns the number of passes in which a stage waits for others, relative to those in which it works."""
+        return (self.forward_passes + self.backward_passes) / (2 * self.units) - 1
 
     @property
     def exchanges(self) -> int:

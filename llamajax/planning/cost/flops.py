@@ -64,11 +64,14 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     tokens, work = config.train.global_batch_size * seq_len, StageWork.of(config, run.mesh)
     head = 6.0 * model.vocab_size * model.embed_dim
     of_layers = matmul_flops - head + 2.0 * L * again + attention
-    layers_run = work.stages * work.computed_layers / (L * work.micro_batches)
+    # Of the products, two in six are forward without recomputation; attention's are two of seven, or of nine in all kernels.
+    forward = (matmul_flops - head) / 3 + attention * 2 / (7 + again_forward)
+    run_each = work.stages * work.layers_per_chunk / (L * work.micro_batches)
+    executed = run_each * (work.forward_passes * forward + work.backward_passes * (of_layers - forward))
     heads_run = work.stages * share_of_head(config, run.mesh)
     return ExecutedFlops(
         weights=float(matmul_flops) * tokens,
         recomputed=2.0 * L * again * tokens,
         attention=attention * tokens,
-        idle=tokens * (of_layers * (layers_run - 1) + head * (heads_run - 1)),
+        idle=tokens * (executed - of_layers + head * (heads_run - 1)),
     )

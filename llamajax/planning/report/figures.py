@@ -286,14 +286,14 @@ def _pipeline(schedule: Schedule) -> dict[str, Any] | None:
     work = StageWork.of(run.config, run.mesh)
     if work.stages == 1:
         return None
-    ticks = {"fill": work.fill, "both": work.both, "drain": work.fill}
+    ticks = {"fill": work.fill, "both": work.both, "drain": work.drain}
     loops = tick_loops(schedule.timeline, [*ticks.values()])
     permutes = pipeline_bytes(run.config, run.mesh)["permutes"]
     return {
         **_named(work, "layers", "slots", "bubble"),
         "ticks": ticks,
         "tick_s": loops and {name: loop.seconds for name, loop in zip(ticks, loops, strict=True)},
-        "bytes_per_tick": permutes / work.passes / 2,
+        "bytes_per_tick": permutes / (work.forward_passes + work.backward_passes),
     }
 
 
