@@ -56,6 +56,8 @@ WEIGHT = "gather_weight"
 """Scope around the conversion of a stored weight to the one that compute uses."""
 SCOPES = (*PLACES, *VALUES, WEIGHT)
 
+_UNNAMED = "hidden states"
+"""Name of a kept value that has no scope of its own."""
 _RESIDUAL = ("embed", "attention", "mlp", "final_norm")
 """Places with hidden states (sums and norms) as their own arrays [B, T, D], outside of inner scopes."""
 _WEIGHTS = {
@@ -106,7 +108,9 @@ class Namer:
         self._gathered = _gathered_sizes(module)
         # Tokens of one micro-batch, from [micro-batches, B, T] on the device.
         self._tokens = {math.prod(a.shape[1:]) for a in arguments if a.op_name.startswith("batch")}
-        self._stacked = dict(_stacked(module, stage.slots))
+        # A loop that writes slots may have lost the name of the value, so that another loop's name counts.
+        stacks = sorted(_stacked(module, stage.slots), key=lambda stack: stage.slots > 0 and _UNNAMED not in stack[1])
+        self._stacked = dict(stacks)
 
     def tell(self, buffer: Buffer) -> tuple[MemoryKind, str]:
         """Returns the purpose of a buffer and its readable name, such as `layers/mlp gate_up, recomputed`."""
@@ -177,7 +181,7 @@ def _stacked(module: Module, slots: int) -> Iterator[tuple[tuple[int, ...], str]
             if of_layers or of_slots:
                 scopes = [_scopes(source.op_name) for source in _sources(computation, instruction.operands[1])]
                 made_in = next((own[-1] for own in scopes if own and own != [LAYERS]), LAYERS)
-                value = VALUES.get(made_in, "hidden states")
+                value = VALUES.get(made_in, _UNNAMED)
                 yield dims, f"{value} of {slots} micro-batches" if of_slots else f"{value} of every layer"
 
 
