@@ -119,10 +119,10 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
 
 def fitted_to(run: Run, seconds: float) -> float:
     """Returns the share of the peak with which a run's step takes these seconds."""
-    low, high = 0.3, 1.0
+    low, high, share = 0.3, 1.0, 0.65
     for _ in range(20):
-        share = (low + high) / 2
         low, high = (share, high) if step_seconds(run, run.machine(share)) > seconds else (low, share)
+        share = (low + high) / 2
     return share
 
 
