@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from llamajax.planning.cost.replay import replay
-from llamajax.planning.cost.timeline import LANES, Event, Loop, Timeline, layer_loops, perfetto
+from llamajax.planning.cost.timeline import LANES, Event, Loop, Timeline, layer_loops, perfetto, tick_loops
 from llamajax.planning.xla.parse import parse
 from tests.planning.modules import MACHINE
 
@@ -87,3 +87,16 @@ def test_loops_of_layers_are_told_from_others():
     loss = loop(100, "jvp(loss)/dot", start=200.0)
     micro = loop(4, "while/add", forward, loss, backward)
     assert layer_loops(timeline(micro)) == (forward, backward)
+
+
+def test_ticks_of_a_pipeline_are_three_loops_in_a_row():
+    """Other loops of the step may come first; a loop of one iteration is written out, and is no loop then."""
+
+    def loop(count: int) -> Loop:
+        return Loop("while", "jit(train_step)/while", 0.0, ((count, 1.0, ()),))
+
+    step = timeline(loop(7), kernel(0.0), loop(3), kernel(1.0), loop(8), loop(4))
+    found = tick_loops(step, [3, 8, 4])
+    assert found is not None
+    assert [each.seconds for each in found] == [3.0, 8.0, 4.0]
+    assert tick_loops(step, [1, 8, 2]) is None
