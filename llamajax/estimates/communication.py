@@ -77,11 +77,10 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     backward = sum(again * factors[matrix] + width for matrix in columns) + sum(factors[matrix] for matrix in rest)
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
     owned = layers + width * sum(stored_by_stage(model, _ends(model), mesh).values()) / mesh["tensor"]
-    # Bytes for each channel of a token that devices of `tensor` gather or scatter: in the layers, and by the embedding, both
-    # ways in every tick; by the head once for every micro-batch.
+    # Bytes for each channel of a token that devices of `tensor` gather or scatter, in the layers, by embedding and head.
     of_layers = work.layers_per_chunk * (work.forward_passes * forward + work.backward_passes * backward)
     passes = work.forward_passes + work.backward_passes
-    of_ends = width * (passes + 2 * micro_batches * share_of_head(config, mesh))
+    of_ends = width * (passes + 2 * work.heads * share_of_head(config, mesh))
     return (
         sharded * (shards - 1) / shards
         + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
@@ -110,7 +109,7 @@ def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
     shared = config.parallel.pipeline_head == "shared"
     return {
         "permutes": (work.forward_passes + work.backward_passes) * residual * min(p - 1, 1),
-        "head": 2 * work.micro_batches * residual * share_of_head(config, mesh) * p * others * shared,
+        "head": 2 * work.heads * residual * share_of_head(config, mesh) * p * others * shared,
         "ends": 2 * ends * others,
         "layers": 2 * layers * others * work.exchanges,
     }

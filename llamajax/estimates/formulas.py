@@ -180,7 +180,8 @@ def stored_by_stage(model: ModelConfig, sizes: Mapping[str, int], mesh: Mapping[
     stages = mesh["pipeline"]
     divided = {
         "layer": model.num_layers % stages == 0,
-        "end": model.embed_dim % (stages * num_parts("embed", mesh)) == 0,
+        "end": model.embed_dim % (stages * num_parts("embed", mesh)) == 0
+        and model.vocab_size % num_parts("vocab", mesh) == 0,
     }
 
     def is_split(name: str) -> bool:

@@ -44,7 +44,7 @@ class StageWork:
     @property
     def delay(self) -> int:
         """Returns the ticks between a micro-batch's forward pass through the last stage and its backward pass there."""
-        return min(self.stages - 1, 1)
+        return 2 if self.stages > 1 else 0
 
     @property
     def fill(self) -> int:
@@ -70,6 +70,12 @@ class StageWork:
     def backward_passes(self) -> int:
         """Returns the number of ticks with a backward pass through a chunk, those of an idle stage included."""
         return self.both + self.drain
+
+    @property
+    def heads(self) -> int:
+        """Returns how often a stage computes the head, once without a micro-batch; with several chunks, conditions skip
+        ticks without one."""
+        return self.micro_batches + (self.stages > 1 and self.chunks == 1)
 
     @property
     def slots(self) -> int:

@@ -115,7 +115,7 @@ def test_slots_and_sums_of_a_pipeline_are_told_as_such():
 def test_weights_of_a_stage_are_named_by_their_size():
     config = CONFIG.changed({"parallel.zero": 1, "mesh.pipeline": 2, "mesh.fsdp": 2, "model.vocab_size": 96})
     arrays = StageArrays.of(config, config.mesh.axis_sizes(8))
-    assert arrays.slots == 4
+    assert arrays.slots == 5
     assert arrays.whole[2 * 32 * 64 // 2] == "layers/mlp/w_gate_up"
     assert arrays.whole[96 * 32 // 2] == "embedding or head"
     assert StageArrays.of(CONFIG, CONFIG.mesh.axis_sizes(8)) == StageArrays()

@@ -68,7 +68,7 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     forward = (matmul_flops - head) / 3 + attention * 2 / (7 + again_forward)
     run_each = work.stages * work.layers_per_chunk / (L * work.micro_batches)
     executed = run_each * (work.forward_passes * forward + work.backward_passes * (of_layers - forward))
-    heads_run = work.stages * share_of_head(config, run.mesh)
+    heads_run = work.stages * work.heads / work.micro_batches * share_of_head(config, run.mesh)
     return ExecutedFlops(
         weights=float(matmul_flops) * tokens,
         recomputed=2.0 * L * again * tokens,

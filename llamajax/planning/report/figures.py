@@ -30,13 +30,13 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   `wire_bytes_by_link` (sent), `wire_bytes_factor` (relative to the least; null if that is zero);
   `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the executed FLOPs), `flops`
   (executed, without `idle_flops`, which stages of a pipeline compute without a micro-batch and nothing uses),
-  `rematerialized_flops` (the part that XLA recomputes to save memory), `flops_factor` (the others relative to
-  the formula with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `triton`, `tokamax`, `plain`);
-  `pipeline`: null, or `layers` and `slots` of a device, the number of `ticks` that fill the pipeline, run both passes and
-  drain it, their seconds in `tick_s` (null if unknown), `bubble` (the time in which a stage waits, relative to the time in
-  which it works) and `bytes_per_tick` (sent to the next stage, and to the previous one);
-  `sync_collectives_in_loops`; `not_understood` (instructions with a guessed cost); `collectives` (name, kind, axis,
-  group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
+  `rematerialized_flops` (the part that XLA recomputes to save memory), `flops_factor` (the others relative to the formula
+  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `triton`, `tokamax`, `plain`); `pipeline`: null, or `layers`
+  and `slots` of a device, the number of `ticks` that fill the pipeline, run both passes and drain it, the seconds of one of
+  each in `tick_s` (null if unknown), `bubble` (the passes in which a stage waits, relative to those in which it works) and
+  `bytes_per_tick` (sent to the next stage, and to the previous one); `sync_collectives_in_loops`; `not_understood`
+  (instructions with a guessed cost); `collectives` (name, kind, axis, group_size, num_nodes, link, bytes, count, seconds,
+  hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule with XLA's built-in estimates; `with_profile`: for the schedule with
   latencies, or null.
 - `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`, `exposed_fraction`,
@@ -287,12 +287,12 @@ def _pipeline(schedule: Schedule) -> dict[str, Any] | None:
     if work.stages == 1:
         return None
     ticks = {"fill": work.fill, "both": work.both, "drain": work.drain}
-    loops = tick_loops(schedule.timeline, [*ticks.values()])
+    loops = tick_loops(schedule.timeline, [work.fill, work.both, work.drain - 1])  # the first drains outside of a loop
     permutes = pipeline_bytes(run.config, run.mesh)["permutes"]
     return {
         **_named(work, "layers", "slots", "bubble"),
         "ticks": ticks,
-        "tick_s": loops and {name: loop.seconds for name, loop in zip(ticks, loops, strict=True)},
+        "tick_s": loops and {name: loop.seconds / loop.num_iterations for name, loop in zip(ticks, loops, strict=True)},
         "bytes_per_tick": permutes / (work.forward_passes + work.backward_passes),
     }
 

@@ -205,7 +205,8 @@ def _print_pipeline(told: Figures) -> None:
     seconds = pipeline["tick_s"] or {}
     what = {"fill": "fill the pipeline", "both": "run both passes", "drain": "drain it"}
     ticks = ", ".join(
-        f"{count} {what[name]}{f' ({seconds[name]:.3g} s)' if seconds else ''}" for name, count in pipeline["ticks"].items()
+        f"{count} {what[name]}{f' ({1e3 * seconds[name]:.3g} ms each)' if seconds else ''}"
+        for name, count in pipeline["ticks"].items()
     )
     log(f"ticks      {ticks}; each sends {format_bytes(pipeline['bytes_per_tick'])} on and as much back")
     idle = told["idle_flops"] / (told["flops"] + told["idle_flops"])

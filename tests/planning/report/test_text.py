@@ -169,5 +169,8 @@ def test_ticks_of_a_pipeline_are_told_with_their_seconds_where_these_are_known(p
     text = printed.getvalue()
     assert "7 fill the pipeline, 128 run both passes, 8 drain it; each sends 8.00 MiB on and as much back" in text
     assert "10 layers, values of 16 micro-batches; waits for 5.9% of the time in which it works, and computes 12.5%" in text
-    print_plan(plan, told | {"pipeline": known | {"tick_s": {"fill": 0.5, "both": 20.0, "drain": 1.0}}})
-    assert "7 fill the pipeline (0.5 s), 128 run both passes (20 s), 8 drain it (1 s); " in printed.getvalue()
+    print_plan(plan, told | {"pipeline": known | {"tick_s": {"fill": 0.06, "both": 0.2, "drain": 0.13}}})
+    assert (
+        "7 fill the pipeline (60 ms each), 128 run both passes (200 ms each), 8 drain it (130 ms each); "
+        in printed.getvalue()
+    )
