@@ -2,8 +2,8 @@
 
     python scripts/forms.py [--draw] [FORM ...]
 
-Compiles Llama-3.1 8B for 64 H100 in each form, or in the forms that are named (extra `plan`), which takes some ten minutes on
-two cores, and stores the figures. `--draw` only draws the stored figures.
+Compiles Llama-3.1 8B for 64 H100 in each form, or in the named forms (extra `plan`), which takes some ten minutes on two
+cores, and stores the figures. `--draw` only draws the stored figures.
 """
 
 import html
