@@ -89,14 +89,14 @@ def test_loops_of_layers_are_told_from_others():
     assert layer_loops(timeline(micro)) == (forward, backward)
 
 
-def test_ticks_of_a_pipeline_are_three_loops_in_a_row():
-    """Other loops of the step may come first; a loop of one iteration is written out, and is no loop then."""
+def test_ticks_of_a_pipeline_are_three_loops():
+    """Other loops of the step come between them, also of the same length; a loop of one iteration is written out."""
 
-    def loop(count: int) -> Loop:
-        return Loop("while", "jit(train_step)/while", 0.0, ((count, 1.0, ()),))
+    def loop(count: int, seconds: float = 1.0) -> Loop:
+        return Loop("while", "jit(train_step)/while", 0.0, ((count, seconds, ()),))
 
-    step = timeline(loop(7), kernel(0.0), loop(3), kernel(1.0), loop(8), loop(4))
-    found = tick_loops(step, [3, 8, 4])
-    assert found is not None
-    assert [each.seconds for each in found] == [3.0, 8.0, 4.0]
-    assert tick_loops(step, [1, 8, 2]) is None
+    fill, both, drain = loop(3), loop(8), loop(4)
+    step = timeline(loop(3, 0.1), fill, kernel(1.0), both, loop(2), drain, loop(8, 0.1))
+    assert tick_loops(step, 3, 8, 4) == (fill, both, drain)
+    assert tick_loops(step, 1, 8, 4) is None
+    assert tick_loops(step, 3, 9, 4) is None
