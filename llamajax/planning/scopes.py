@@ -177,7 +177,8 @@ def _stacked(module: Module, slots: int) -> Iterator[tuple[tuple[int, ...], str]
             if instruction.opcode != "dynamic-update-slice":
                 continue
             dims = next(arrays(instruction.shape)).dims
-            of_layers, of_slots = _phase(name) == "forward" and _scopes(name) == [LAYERS], slots and dims[0] == slots
+            of_layers = _phase(name) == "forward" and _scopes(name) == [LAYERS]
+            of_slots = slots in dims and not _scopes(name)  # in any place: XLA chooses the order of dims
             if of_layers or of_slots:
                 scopes = [_scopes(source.op_name) for source in _sources(computation, instruction.operands[1])]
                 made_in = next((own[-1] for own in scopes if own and own != [LAYERS]), LAYERS)
