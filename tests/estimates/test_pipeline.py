@@ -14,7 +14,7 @@ from llamajax.config.training import TrainConfig
 from llamajax.estimates.communication import least_wire_bytes, pipeline_bytes
 from llamajax.estimates.formulas import expected_bytes, mesh_sizes, minimum_state_bytes, num_params, state_bytes
 from llamajax.estimates.pipeline import StageWork
-from llamajax.parallel.pipeline_schedule import PipelineSchedule
+from llamajax.parallel.pipeline_schedule import DELAY, PipelineSchedule
 from tests.tiny import tiny_config
 
 MODEL = ModelConfig(
@@ -40,7 +40,7 @@ def staged(**changes: Any) -> Config:
 def test_ticks_and_slots_are_those_of_the_schedule(stages, micro_batches, chunks):
     work = StageWork(stages=stages, chunks=chunks, micro_batches=micro_batches, num_layers=30)
     schedule = PipelineSchedule(stages, micro_batches, chunks)
-    assert (work.units, work.fill, work.slots, work.delay) == (schedule.units, schedule.fill, schedule.slots, schedule.delay)
+    assert (work.units, work.fill, work.slots, work.delay) == (schedule.units, schedule.fill, schedule.slots, DELAY)
     assert work.fill + work.both + work.drain == schedule.ticks
     ticks = range(schedule.ticks)
     for stage in range(stages):

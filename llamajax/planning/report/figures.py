@@ -287,7 +287,7 @@ def _pipeline(schedule: Schedule) -> dict[str, Any] | None:
     if work.stages == 1:
         return None
     ticks = {"fill": work.fill, "both": work.both, "drain": work.drain}
-    loops = tick_loops(schedule.timeline, work.fill, work.both, work.drain - 1)  # the first drains outside of a loop
+    loops = tick_loops(schedule.timeline, **ticks)
     permutes = pipeline_bytes(run.config, run.mesh)["permutes"]
     return {
         **_named(work, "layers", "slots", "bubble"),

@@ -103,8 +103,7 @@ def _loops(timeline: Timeline, pipeline: Figures | None) -> Iterator[str]:
     if pipeline is None:
         what, loops, titles = "layer", layer_loops(timeline), ("forward", "backward")
     else:
-        fill, both, drain = pipeline["ticks"].values()
-        what, loops = "tick", tick_loops(timeline, fill, both, drain - 1)
+        what, loops = "tick", tick_loops(timeline, **pipeline["ticks"])
         titles = ("that fills the pipeline", "with both passes", "that drains the pipeline")
     if loops is None:
         yield f"<h2>Timeline of a {what}</h2><p>The compiled step has no loop over its {what}s to draw.</p>"
