@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for a machine where llamaj
 from llamajax.estimates.megatron import hardware_flops
 from llamajax.planning.cost.accuracy import KEPT
 from llamajax.watch.console import CONSOLE
+from scripts.accuracy import holmes
 from scripts.accuracy.published import MT_NLG, MT_NLG_ROWS, RUNS, SCALING
 from scripts.accuracy.run import Run
 from scripts.accuracy.step import predict, step_seconds
@@ -114,6 +115,13 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
             for smaller, larger in SCALING
         ],
     )  # fmt: skip
+    result["domains"] = table(
+        "TFLOP/s per GPU | published | predicted | error | how",
+        [
+            (name, f"{known:.0f}" if known else "", f"{own:.0f}", f"{own / known - 1:+.1%}" if known else "", how)
+            for name, known, own, how in holmes.table_rows()
+        ],
+    )
     return result
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
+from llamajax.config.domains import DomainConfig
 from llamajax.config.rules import PositiveFloatOrUnset, PositiveInt, Section
 
 PlannedGpu = Literal[
@@ -33,6 +35,12 @@ class HardwareConfig(Section):
     """Bytes per second, each way, between one node and the network. Unset, per GPU of the node: 12.5e9 for A100 (four ports
     of 200 Gb/s for eight), 50e9 for H100, H200, B200 and GB200 (a port of 400 Gb/s for each), 6.25e9 for L40S and 1.5625e9
     for L4 and A10G (cloud instances of eight). GeForce cards have no usual network: several nodes need this setting."""
+    domains: tuple[DomainConfig, ...] = ()
+    """Groups of nodes with networks of their own, such as InfiniBand for some and RoCE for others. Training places one
+    domain after the other, so that only the stages of `mesh.pipeline` communicate across domains. Empty: one network for
+    all nodes."""
+    domain_bandwidth: PositiveFloatOrUnset = None
+    """Bytes per second, each way, between one node and the nodes of other domains."""
     calibration: str | None = None
     """YAML file of cost-model constants measured on this GPU, with a record of how they were measured; see
     `llamajax.estimates.calibration`. Constants that it leaves out, or all if unset, are the built-in ones."""
@@ -42,13 +50,47 @@ class HardwareConfig(Section):
     """Number of tokens for which the plan reports time and price; unset: the tokens of `train.num_steps` steps."""
 
     def broken_rules(self) -> Iterator[str]:
-        if self.gpu.startswith("rtx-") and self.nodes > 1 and self.node_bandwidth is None:
+        yield from self._broken_domains()
+        own = bool(self.domains) and all(domain.node_bandwidth for domain in self.domains)
+        if self.gpu.startswith("rtx-") and self.nodes > 1 and self.node_bandwidth is None and not own:
             yield (
                 f"node_bandwidth: nodes of {self.gpu} have no usual network; set the bytes per second, each way, between one"
                 " node and the others"
             )
         if self.calibration == "":
             yield "calibration: must not be empty; name a file, or null for the built-in constants"
+
+    def _broken_domains(self) -> Iterator[str]:
+        counts, names = [domain.nodes for domain in self.domains], [domain.name for domain in self.domains]
+        if not self.domains:
+            if self.domain_bandwidth is not None:
+                yield "domain_bandwidth: has no effect without hardware.domains; name them, or remove this"
+            return
+        if len(counts) == 1:
+            yield "domains: one domain is the whole cluster; name two or more, or remove domains"
+        elif sum(counts) != self.nodes:
+            total = f"{' + '.join(map(str, counts))} = {sum(counts)}"
+            yield f"domains: {total} nodes, but hardware.nodes={self.nodes}; correct one of them"
+        if len(set(names)) < len(names):
+            yield f"domains: {max(names, key=names.count)} is the name of several domains; choose different names"
+        if self.gpu != "none" and self.domain_bandwidth is None:
+            yield (
+                "domain_bandwidth: plans across domains need it; set the bytes per second, each way, between one node and"
+                " the nodes of other domains"
+            )
+
+    def domain_problems(self, stages: int) -> Iterator[str]:
+        """Yields one `key: rule; remedy` line if a domain's nodes are not a whole number of `stages`: only the pipeline may
+        cross domains."""
+        for index, domain in enumerate(self.domains):
+            if stages * domain.nodes % self.nodes:
+                own, least = stages * domain.nodes / self.nodes, Fraction(domain.nodes, self.nodes).denominator
+                yield (
+                    f"hardware.domains.{index}: {domain.name} has {domain.nodes} of {self.nodes} nodes, which hold {own:.3g}"
+                    f" of mesh.pipeline={stages} stages, and a stage must be within one domain; set mesh.pipeline to a"
+                    f" multiple of {least}, or other domains"
+                )
+                return
 
     @property
     def num_devices(self) -> int:

@@ -139,9 +139,11 @@ class Config(Settings):
     def placement_problems(self, num_devices: int) -> list[str]:
         """Returns one `key: rule; remedy` line for each part of the run that does not divide over `num_devices` devices."""
         try:
-            return self.undivided(self.mesh.axis_sizes(num_devices))
+            axes = self.mesh.axis_sizes(num_devices)
         except ConfigError as error:
             return [str(error)]
+        across = self.hardware.domain_problems(axes["pipeline"]) if self.mesh.num_cpu_devices is None else ()
+        return [*self.undivided(axes), *across]
 
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
         """Returns one `key: rule; remedy` line for each part of model and batch that mesh axes of these sizes do not

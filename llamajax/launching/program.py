@@ -19,6 +19,7 @@ from llamajax.config.yaml_text import COPIES
 from llamajax.disk import names_in
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.launching.hosts import COORDINATOR, Hosts, num_gpus
+from llamajax.processes import domains
 
 AnyConfig = Config | EvaluateConfig | GenerateConfig
 
@@ -40,6 +41,8 @@ class Program:
     """Number of GPUs of this host that they share; 0 if the CPU computes."""
     interface: str | None
     """Network interface that they use; None: any, but only loopback with one host."""
+    nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """NCCL's settings for the domain of this host."""
     config_texts: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     """Contents of the configuration file and of its bases when they were read, by absolute path."""
     config_copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -99,6 +102,7 @@ class Program:
         """
         interface = self.interface or ("lo" if self.hosts.count == 1 else None)
         told = {
+            **self.nccl,
             "LLAMAJAX_NUM_PROCESSES": str(self.num_processes),
             "LLAMAJAX_PROCESS_ID": str(rank),
             COORDINATOR: address,
@@ -111,7 +115,7 @@ class Program:
         if self.gpus:
             share = self.gpus // self.num_local
             first = (rank - self.ranks.start) * share
-            if interface is not None and "NCCL_SOCKET_IFNAME" not in os.environ:
+            if interface is not None and "NCCL_SOCKET_IFNAME" not in os.environ | told:
                 told["NCCL_SOCKET_IFNAME"] = interface
             told["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + share)))
         return told
@@ -157,10 +161,24 @@ def find_program(
         num_local=num_local,
         gpus=gpus,
         interface=config.interface,
+        nccl=_nccl(read, hosts, environment),
         config_texts=config_texts,
     )
     _check(program)
     return program
+
+
+def _nccl(config: AnyConfig, hosts: Hosts, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns NCCL's settings for the domain of this host.
+
+    Raises:
+        EnvironmentMismatchError: the run has several hosts and domains, and this host is in none.
+    """
+    if not isinstance(config, Config):
+        return {}
+    if hosts.count > 1:
+        domains.check_domain(config.hardware, environment)
+    return domains.nccl_settings(config.hardware, environment)
 
 
 def _read(module: str, arguments: Sequence[str]) -> AnyConfig:

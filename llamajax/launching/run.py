@@ -137,6 +137,8 @@ def _tell(program: Program) -> None:
         print(f"meet at    {address}")
         if hosts.own == 0:
             print(f"listens on {bind_address or addresses.bind_address_for(*addresses.host_and_port(address))} (process 0)")
+    if program.nccl:
+        print(f"NCCL       {' '.join(f'{name}={value}' for name, value in program.nccl.items())}, of this host's domain")
     print(f"command    python -m {shlex.join([program.module, *program.arguments])}")
 
 

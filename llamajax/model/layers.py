@@ -49,7 +49,7 @@ def residual_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(2 * config.num_layers)
 
 
-def with_bias(x: Float[Array, "B T *N"], bias: nnx.Param | Float[Array, "*N"] | None) -> Float[Array, "B T *N"]:
+def with_bias(x: Float[Array, "B T *N"], bias: nnx.Param | Float[Array, "..."] | None) -> Float[Array, "B T *N"]:
     """Adds a learned bias to x, if the model has one, or that of every stage, [p, *N]; the result has x's dtype.
 
     The sum is in fp32, so that its gradient, a sum over all tokens, is in fp32 too.

@@ -19,7 +19,7 @@ from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates import gpu_memory_budget
 from llamajax.estimates.gpu_memory_budget import MEMORY_FRACTION
 from llamajax.parallel.mesh import make_mesh
-from llamajax.processes import addresses, heartbeat, peers, rendezvous
+from llamajax.processes import addresses, domains, heartbeat, peers, rendezvous
 from llamajax.processes.relay import relay
 
 # Emulated devices share the machine's cores, so a collective may have to wait for seconds until every device's thread has
@@ -173,11 +173,12 @@ def start(config: Config) -> Mesh:
 
 
 def begin(config: Config) -> None:
-    """Starts jax for the processes of `config`, with its devices.
+    """Starts jax for the processes of `config`, with its devices and the NCCL settings of this host's domain.
 
     Raises:
         EnvironmentMismatchError: the machine does not match the configuration, or processes have other settings.
     """
+    os.environ.update(domains.nccl_settings(config.hardware, os.environ))
     own = ("distributed.", "data.cache_dir")  # may differ between processes
     settings = {key: value for key, value in dotted(config_to_dict(config)).items() if not key.startswith(own)}
     connect(
@@ -199,12 +200,13 @@ def _installed() -> dict[str, str]:
 
 
 def lay_out(config: Config) -> Mesh:
-    """Makes the mesh of `config` the current one for the whole process.
+    """Makes the mesh of `config` the current one for the whole process; all processes call this together.
 
     Raises:
         ConfigError: the model or batch cannot be divided over it.
+        EnvironmentMismatchError: a process is in no domain, or a domain's devices are not a whole number of stages.
     """
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, domains=domains.domains_of_processes(config.hardware))
     if problems := config.undivided(mesh.shape):
         raise ConfigError("\n".join(problems))
     jax.set_mesh(mesh)

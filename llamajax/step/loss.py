@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Float32, Int32
 from llamajax.config.model import Remat
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
-from llamajax.model.layers import Auxiliary
 from llamajax.parallel.arrays import after
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import as_tuple
@@ -76,12 +75,12 @@ def loss_fn(
 def losses(
     model: Llama,
     hidden: Float[Array, "B T D"],
-    auxiliary: Auxiliary,
+    auxiliary: dict[str, Float32[Array, "A S"]],
     head: nnx.Param,
     targets: Int32[Array, "B T"],
     z_loss_weight: float,
     *,
-    auxiliary_targets: Int32[Array, "_ _"] | None = None,
+    auxiliary_targets: Int32[Array, "A S"] | None = None,
 ) -> tuple[jax.Array, tuple[LossSums, dict[str, jax.Array]]]:
     """Returns the results of `loss_fn` from the model's last states.
 

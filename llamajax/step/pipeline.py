@@ -269,7 +269,7 @@ class _Stages:
             return _with(grads, embedding=_add(grads.embedding, pull_back(d_first)[0]))
 
     def end(self, tick: jax.Array, y: Activations, grads: Llama, sums: Sums) -> tuple[Activations, Llama, Sums]:
-        """Returns the gradient of every chunk's output, zero where that is not the end of the model; the gradients with those
+        """Returns the gradient of every chunk's output, zero where the model does not end there; the gradients with those
         of final norm and head added; and the sums with those of the last stage's micro-batch."""
         name = "embedding" if self.model.head is None else "head"
 

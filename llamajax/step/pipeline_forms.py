@@ -81,8 +81,9 @@ def head_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple
     part = (stages - 1) / stages
     saved_s = part * 6 * numbers * config.model.vocab_size / gpu.peak_flops
     link = gpu.gpu_bandwidth
-    if stages > 1 and config.hardware.nodes > 1 and gpu.node_bandwidth is not None:
-        link = gpu.node_bandwidth / config.hardware.gpus_per_node
+    of_node = config.hardware.domain_bandwidth or gpu.node_bandwidth
+    if stages > 1 and config.hardware.nodes > 1 and of_node is not None:
+        link = of_node / config.hardware.gpus_per_node
     sent_s = 2 * part * numbers * width / link
     told = f"sharing saves {1000 * saved_s:.2g} ms per micro-batch and sends for {1000 * sent_s:.2g} ms"
     return ("shared" if saved_s > sent_s else "last"), told

@@ -91,7 +91,7 @@ def for_devices(config: Config, num_devices: int, began: Mapping[str, Any]) -> C
     changes: dict[str, Any] = {"train.grad_accum_steps": steps}
     if steps == 1:
         changes["train.grad_accum_dtype"] = "float32"  # the only dtype allowed without accumulation
-    if config.hardware.gpu != "none":  # which forms are chosen by
+    if config.hardware.gpu != "none" and not config.hardware.domains:  # forms are chosen for this hardware
         per_node = math.gcd(num_devices, config.hardware.gpus_per_node)
         changes |= {"hardware.gpus_per_node": per_node, "hardware.nodes": num_devices // per_node}
     fitted = with_values(config, changes, Config)  # rules between sections also check other numbers of devices

@@ -12,6 +12,7 @@ from llamajax.config.cleaning import (
     NearDuplicateConfig,
 )
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
+from llamajax.config.domains import DomainConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
@@ -44,6 +45,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     MetricsConfig: {},
     ProfileConfig: {},
     SampleConfig: {},
+    DomainConfig: {"name": "ib", "network": "infiniband", "nodes": 2},
     HardwareConfig: {},
     XlaConfig: {},
     RecoveryConfig: {},
@@ -58,6 +60,10 @@ def ramp(start, increment):
 
 SOURCES = SourceConfig(kind="stdlib"), SourceConfig(kind="stdlib", weight=0.0)
 """The second one comes later."""
+DOMAINS = (
+    DomainConfig(name="ib", network="infiniband", nodes=2),
+    DomainConfig(name="roce", network="roce", nodes=2),
+)
 BROKEN = [
     (RopeScalingConfig, {"kind": "linear", "factor": 0.5}, ["factor"]),
     (RopeScalingConfig, {"factor": 2.0}, ["factor"]),
@@ -163,6 +169,15 @@ BROKEN = [
     (SampleConfig, {"max_tokens": 0, "temperature": -0.1}, ["max_tokens", "temperature"]),
     (HardwareConfig, {"nodes": 0, "gpu_bandwidth": 0.0, "token_budget": -1.0}, ["nodes", "gpu_bandwidth", "token_budget"]),
     (HardwareConfig, {"calibration": ""}, ["calibration"]),
+    (HardwareConfig, {"domain_bandwidth": 1e9}, ["domain_bandwidth"]),
+    (HardwareConfig, {"nodes": 5, "domains": DOMAINS}, ["domains"]),
+    (HardwareConfig, {"nodes": 2, "domains": DOMAINS[:1]}, ["domains"]),
+    (HardwareConfig, {"nodes": 4, "domains": DOMAINS[:1] * 2}, ["domains"]),
+    (HardwareConfig, {"nodes": 4, "domains": DOMAINS, "gpu": "h100"}, ["domain_bandwidth"]),
+    (HardwareConfig, {"nodes": 4, "domains": DOMAINS, "gpu": "rtx-4090", "domain_bandwidth": 1e9}, ["node_bandwidth"]),
+    (DomainConfig, {"name": "a b", "nodes": 0}, ["nodes", "name"]),
+    (DomainConfig, {"node_bandwidth": 0.0}, ["node_bandwidth"]),
+    (DomainConfig, {"env": ("NCCL_IB_HCA", "PATH=x", "NCCL_NET=IB", "NCCL_NET=Socket")}, ["env"] * 3),
     (XlaConfig, {"latency_profile": "", "flags": ("--xla_a=1", "xla_b=", "xla_c=1")}, ["latency_profile", "flags", "flags"]),
     (XlaConfig, {"compilation_cache": ""}, ["compilation_cache"]),
     (XlaConfig, {"compilation_cache": None, "deterministic": True}, ["deterministic"]),

@@ -18,6 +18,7 @@ from llamajax.config.cleaning import (
     NearDuplicateConfig,
 )
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
+from llamajax.config.domains import DomainConfig
 from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
@@ -121,7 +122,11 @@ def everything(monkeypatch) -> Config:
         ),
         hardware=HardwareConfig(
             gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
-            token_budget=1e12, calibration="1e3",
+            token_budget=1e12, calibration="1e3", domain_bandwidth=1e9,
+            domains=(
+                DomainConfig(name="1e3", network="ethernet", nodes=1, node_bandwidth=2e9, env=("NCCL_NET=Socket",)),
+                DomainConfig(name="no", network="roce", nodes=2),
+            ),
         ),
         xla=XlaConfig(
             latency_profile="costs.pbtxt", compilation_cache="~/programs", deterministic=True,
@@ -360,7 +365,11 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one(everything
         value: Any = everything
         for name in key.split("."):
             value = value[int(name)] if name.isdecimal() else getattr(value, name)
-        several = {"sources": everything.data.sources, "stages": everything.data.stages}
+        several = {
+            "sources": everything.data.sources,
+            "stages": everything.data.stages,
+            "domains": everything.hardware.domains,
+        }
         items = several[key.split(".")[1]] if ".0." in key else ()
         values = [getattr(item, field.name) for item in items] or [value]
         assert any(value != field.default for value in values), f"{key} is as by default"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,14 @@ def find(tmp_path):
     path = runs.write_config(tmp_path)
 
     def find(
-        *arguments: str, processes: int | None = None, hosts: Hosts = ONE_HOST, gpus: int = 0, module: str = "llamajax.train"
+        *arguments: str,
+        processes: int | None = None,
+        hosts: Hosts = ONE_HOST,
+        gpus: int = 0,
+        module: str = "llamajax.train",
+        environment: Mapping[str, str] | None = None,
     ) -> Program:
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))} | dict(environment or {})
         config = LaunchConfig(num_processes=processes, module=module)
         return find_program(config, ["--config", str(path), *arguments], hosts, environment)
 
@@ -60,6 +66,28 @@ def test_the_gpus_of_a_host_are_divided_among_its_processes_and_ranks_are_those_
     is_alone = len(ranks) * hosts.count == 1
     assert program.arguments[-2:] == (on_gpus(1)[-2:] if is_alone else ("--distributed.enabled", "true"))
     assert program.config.distributed.enabled != is_alone
+
+
+DOMAINS = (
+    "--hardware.nodes", "2", "--hardware.domains",
+    "[{name: ib, network: infiniband, nodes: 1, env: [NCCL_IB_HCA=mlx5, NCCL_SOCKET_IFNAME=bond0]},"
+    " {name: roce, network: roce, nodes: 1}]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("domain", ["ib", "roce", None, "eth"])
+def test_a_host_has_the_nccl_settings_of_its_domain(find, monkeypatch, domain):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    arguments = ("--mesh", "{pipeline: 2, fsdp: 8}", "--train.global_batch_size", "16", "--parallel.zero", "1", *DOMAINS)
+    environment = {} if domain is None else {"LLAMAJAX_DOMAIN": domain}
+    if domain not in ("ib", "roce"):
+        with pytest.raises(EnvironmentMismatchError, match=r"^LLAMAJAX_DOMAIN is .* has ib, roce; set it to"):
+            find(*arguments, hosts=TWO_HOSTS, gpus=8, environment=environment)
+        return
+    program = find(*arguments, hosts=TWO_HOSTS, gpus=8, environment=environment)
+    told = program.environment(8, "node0:99", None)
+    own = {"NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": "bond0"} if domain == "ib" else {}
+    assert {name: value for name, value in told.items() if name.startswith("NCCL")} == own
 
 
 def test_emulated_devices_are_of_each_process_and_gpus_do_not_count(find):

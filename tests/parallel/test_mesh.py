@@ -1,15 +1,19 @@
 """Tests of llamajax.parallel.mesh."""
 
 import ast
+import itertools
 import logging
 import pathlib
+import random
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
 import llamajax
-from llamajax.config.parallel import AXES
+from llamajax.config.parallel import AXES, MeshConfig
+from llamajax.errors import EnvironmentMismatchError
 from llamajax.parallel import mesh
 
 ONE_MORE_AXIS = """
@@ -65,6 +69,58 @@ def test_nothing_else_names_the_axes_in_order():
     ]
     named = [(path, [value for value in values if value in AXES]) for path, values in literals]
     assert not [(path, axes) for path, axes in named if len(axes) > 2 and axes == sorted(axes, key=AXES.index)]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of one of several hosts."""
+
+    id: int
+    process_index: int
+
+
+def hosts_of(domains: list[int], per_host: int) -> list[Device]:
+    """Devices of a host for each entry of `domains`, in any order."""
+    devices = [Device(host * per_host + local, host) for host in range(len(domains)) for local in range(per_host)]
+    random.shuffle(devices)
+    return devices
+
+
+def test_no_group_but_the_pipelines_crosses_domains_in_any_order_of_hosts():
+    others = [axis for axis in AXES if axis != "pipeline"]
+    subsets = [axes for n in range(1, len(others) + 1) for axes in itertools.combinations(others, n)]
+    for seed in range(200):
+        random.seed(seed)
+        stages = random.choice([(1, 1), (1, 3), (2, 2), (1, 2, 1)])  # of every domain
+        axes = MeshConfig(pipeline=sum(stages), data=2, fsdp=2, sequence=2, tensor=2)
+        domains = [domain for domain, count in enumerate(stages) for _ in range(count * 16 // 4)]  # of every host of four
+        random.shuffle(domains)
+        devices = hosts_of(domains, 4)
+        ordered = mesh.order_of_devices(devices, domains)
+        assert sorted(ordered, key=lambda device: device.id) == sorted(devices, key=lambda device: device.id)
+        found, sizes = [domains[device.process_index] for device in ordered], axes.axis_sizes(len(devices))
+        assert [mesh.groups_across_domains(found, sizes, some) for some in subsets] == [0] * len(subsets)
+        assert mesh.groups_across_domains(found, sizes, ["pipeline"]) == 16
+        assert mesh.groups_across_domains(found, sizes, AXES) == 1
+        ids = [[device.id for device in ordered if domains[device.process_index] == domain] for domain in set(domains)]
+        assert all(own == sorted(own) for own in ids), "node after node within a domain"
+
+
+def test_groups_that_cross_domains_are_counted():
+    domains, sizes = [0, 0, 0, 1], {"pipeline": 2, "fsdp": 2}
+    assert [mesh.groups_across_domains(domains, sizes, [axis]) for axis in sizes] == [1, 1]
+    assert mesh.groups_across_domains([0, 1, 0, 1], sizes, ["pipeline"]) == 0
+    assert mesh.groups_across_domains([0, 1, 0, 1], sizes, ["fsdp"]) == 2
+
+
+def test_a_stage_in_two_domains_is_refused_in_one_line():
+    domains = [1, 0, 0]
+    with pytest.raises(EnvironmentMismatchError) as error:
+        mesh.make_mesh(MeshConfig(pipeline=2), hosts_of(domains, 4), domains)
+    assert str(error.value) == (
+        "hardware.domains: 8 and 4 devices are not whole numbers of stages of 6 devices, and a stage must be within one"
+        " domain; choose another mesh.pipeline, or other hosts"
+    )
 
 
 @pytest.mark.parametrize("has_driver", [False, True])

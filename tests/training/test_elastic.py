@@ -10,9 +10,10 @@ import pytest
 from llamajax import disk
 from llamajax.checkpoint import manifest
 from llamajax.config.batch_ramp import BatchRampConfig
+from llamajax.config.domains import DomainConfig
 from llamajax.config.file import config_to_dict
 from llamajax.config.machine import HardwareConfig
-from llamajax.config.parallel import MeshConfig, num_parts
+from llamajax.config.parallel import MeshConfig, ParallelConfig, num_parts
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError
 from llamajax.training.elastic import fit, for_devices, rows_per_device
@@ -62,6 +63,10 @@ def test_other_settings_follow_where_they_must():
         fitted = for_devices(config, num_devices, began_on(config, 16))
         assert (fitted.hardware.nodes, fitted.hardware.gpus_per_node) == (nodes, per_node)
         assert not fitted.problems()
+    domains = tuple(DomainConfig(name=name, network="roce", nodes=1) for name in ("a", "b"))
+    hardware = HardwareConfig(gpu="h100", nodes=2, domains=domains, domain_bandwidth=1e9)
+    apart = config_of(48, mesh=MeshConfig(pipeline=2), parallel=ParallelConfig(zero=1), hardware=hardware)
+    assert for_devices(apart, 8, began_on(apart, 16)).hardware == apart.hardware
     narrow = config_of(48, grad_accum_steps=2).changed({"train.grad_accum_dtype": "bfloat16"})
     assert for_devices(narrow, 16, began_on(narrow, 8)).train.grad_accum_dtype == "float32"
     assert for_devices(narrow, 4, began_on(narrow, 8)).train.grad_accum_dtype == "bfloat16"

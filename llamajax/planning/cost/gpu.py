@@ -159,11 +159,24 @@ H800 (arXiv:2601.21824, abstract). Nobody has published cuDNN's."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Domain:
+    """Nodes joined by one network."""
+
+    num_nodes: int
+    node_bandwidth: float
+    """Bytes per second, each way, between one node and the others of the domain."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """One kind of GPU, `gpus_per_node` of them in every node; devices 0, 1, 2 ... fill node after node."""
 
     gpu: Gpu
     gpus_per_node: int = 8
+    domains: tuple[Domain, ...] = ()
+    """Domains of unlike networks, which nodes fill in this order; empty: `gpu.node_bandwidth` joins all nodes."""
+    domain_bandwidth: float = math.inf
+    """Bytes per second, each way, between one node and the nodes of other domains."""
     measured: Constants = field(default_factory=Constants)
     """Measured constants that replace the built-in ones."""
     deterministic: bool = False
@@ -207,9 +220,15 @@ def planned_machine(config: Config) -> Machine:
     """
     hardware, measurement = config.hardware, read_measurement(config.hardware)
     measured = measurement.constants if measurement is not None else Constants()
+    gpu = planned_gpu(hardware)
     return Machine(
-        gpu=planned_gpu(hardware),
+        gpu=gpu,
         gpus_per_node=hardware.gpus_per_node,
+        domains=tuple(
+            Domain(num_nodes=domain.nodes, node_bandwidth=domain.node_bandwidth or gpu.node_bandwidth or math.inf)
+            for domain in hardware.domains
+        ),
+        domain_bandwidth=hardware.domain_bandwidth or math.inf,
         measured=measured,
         deterministic=config.xla.deterministic,
     )
@@ -235,4 +254,9 @@ def remarks(config: Config) -> list[str]:
         )
     if hardware.gpu == "gb200" and hardware.nodes > 1 and hardware.gpus_per_node < NVL72:
         found.append(f"NVLink connects {NVL72} GB200 of a rack, but hardware.gpus_per_node is {hardware.gpus_per_node}")
+    if len(kinds := dict.fromkeys(domain.network for domain in hardware.domains)) > 1:
+        found.append(
+            f"NCCL connects {' and '.join(kinds)} only through sockets, and XLA offers no such choice for some groups only:"
+            " see docs/how-to/unequal-networks.md"
+        )
     return found

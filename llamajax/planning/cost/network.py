@@ -4,6 +4,7 @@ Times are latency plus bytes over bandwidth, with the latencies of NCCL's own tu
 2.26), which chooses among its protocols by the same sum: fast ones that waste bandwidth, slow ones that do not.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import numpy as np
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Computation, Instruction, Module, num_bytes
 
-LinkKind = Literal["intra_node", "inter_node"]
+LinkKind = Literal["intra_node", "inter_node", "inter_domain"]
+"""Kinds of links. `inter_domain` joins nodes of unlike networks; machines without domains have none."""
 
 _KINDS = (
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -69,6 +71,8 @@ class Collective:
     @property
     def link(self) -> LinkKind:
         """Returns the slowest kind of link that it needs."""
+        if self.wire_bytes.get("inter_domain"):
+            return "inter_domain"
         return "inter_node" if self.num_nodes > 1 else "intra_node"
 
 
@@ -97,8 +101,9 @@ def collective(
         return _permute(instruction, sent, module.num_devices, machine, mesh)
     groups = instruction.replica_groups(module.num_devices)
     n = groups.shape[1]
-    nodes = np.sort(groups // machine.gpus_per_node, axis=1)
-    m = int((np.diff(nodes, axis=1) > 0).sum(axis=1).max()) + 1
+    nodes = groups // machine.gpus_per_node
+    m, d = _most_in_a_group(nodes), _most_in_a_group(_domains_of(nodes, machine))
+    machine = _joined(nodes, machine)
     whole = sent * n if kind == "all-gather" else sent
     g = n / m
     passed = whole * (n - 1) / n
@@ -112,8 +117,47 @@ def collective(
         case _:
             seconds = ring_seconds(passed, n - 1, m - 1, n, m, machine)
             inter = passed / g if m > 1 else 0.0
-    wire: dict[LinkKind, float] = {"intra_node": passed - inter, "inter_node": inter}
+    # A ring leaves every domain once, and an all-to-all sends an equal part to every device of the other domains.
+    between = (whole * (d - 1) / d if "all-to-all" in kind else passed * d / n) if d > 1 else 0.0
+    wire = _wire(passed - inter, inter, between, machine)
     return Collective(instruction.name, kind, axis_of(groups, mesh), n, m, whole, wire, seconds)
+
+
+def _domains_of(nodes: np.ndarray, machine: Machine) -> np.ndarray:
+    """Returns the index of the domain of every node; 0 on a machine without domains."""
+    last = np.cumsum([domain.num_nodes for domain in machine.domains])[:-1]
+    return np.searchsorted(last, nodes, side="right")
+
+
+def _most_in_a_group(places: np.ndarray) -> int:
+    """Returns the largest number of different places in a group, int [groups, devices]."""
+    return int((np.diff(np.sort(places, axis=1), axis=1) > 0).sum(axis=1).max(initial=0)) + 1
+
+
+def _joined(nodes: np.ndarray, machine: Machine) -> Machine:
+    """Returns the machine with one network: the slowest that groups of nodes, int [groups, devices], need."""
+    if not machine.domains:
+        return machine
+    several = nodes[(nodes != nodes[:, :1]).any(axis=1)]
+    domains = _domains_of(several, machine)
+    links = [machine.domains[index].node_bandwidth for index in np.unique(domains)]
+    links += [machine.domain_bandwidth] if (domains != domains[:, :1]).any() else []
+    return dataclasses.replace(machine, gpu=dataclasses.replace(machine.gpu, node_bandwidth=min(links, default=None)))
+
+
+def _wire(intra: float, inter: float, between: float, machine: Machine) -> dict[LinkKind, float]:
+    """Returns bytes by kind of link.
+
+    Args:
+        intra: bytes within nodes.
+        inter: bytes between nodes.
+        between: bytes of these that cross domains.
+        machine: the machine.
+    """
+    found: dict[LinkKind, float] = {"intra_node": intra, "inter_node": inter - between}
+    if machine.domains:
+        found["inter_domain"] = between
+    return found
 
 
 def num_communicators(module: Module) -> int:
@@ -178,12 +222,14 @@ def _all_to_all_seconds(intra: float, inter: float, n: int, m: int, machine: Mac
 def _permute(instruction: Instruction, sent: int, num_devices: int, machine: Machine, mesh: Mapping[str, int]) -> Collective:
     pairs = np.array(instruction.dims("source_target_pairs")).reshape(-1, 2)
     nodes = pairs // machine.gpus_per_node
+    domains = _domains_of(nodes, machine)
     crossing = int((nodes[:, 0] != nodes[:, 1]).sum())
+    between = int((domains[:, 0] != domains[:, 1]).sum())
     moving = int((pairs[:, 0] != pairs[:, 1]).sum())
-    wire: dict[LinkKind, float] = {
-        "intra_node": sent * (moving - crossing) / num_devices,
-        "inter_node": sent * crossing / num_devices,
-    }
+    machine = _joined(nodes, machine)
+    wire = _wire(
+        sent * (moving - crossing) / num_devices, sent * crossing / num_devices, sent * between / num_devices, machine
+    )
     simple = _PROTOCOLS[-1]
     hop, link = (simple.node_hop, machine.node_link) if crossing else (simple.gpu_hop, machine.gpu_link)
     axes = _differing_axes(pairs, mesh)

@@ -14,12 +14,12 @@ from llamajax.planning.cost.attention import Scores
 from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.kernels import FREE, CostModel
 from llamajax.planning.cost.network import Collective, LinkKind, collective, collective_kind
-from llamajax.planning.cost.timeline import LANES, CollectiveUse, Event, Lane, Loop, Timeline
+from llamajax.planning.cost.timeline import ALL_LANES, CollectiveUse, Event, Lane, Loop, Timeline
 from llamajax.planning.xla.hlo import Computation, Instruction, Module
 
 Key = tuple[str, str]
 """Identity of an instruction: its computation's name and its own."""
-_NETWORK: tuple[Lane, ...] = ("intra_node", "inter_node")
+_NETWORK: tuple[Lane, ...] = ("intra_node", "inter_node", "inter_domain")
 _HIDES = 0.02
 """Kernels shorter than this share of a collective do not count as hiding it, such as index arithmetic and copies of
 scalars."""
@@ -48,6 +48,7 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Sc
         if tally.count[key]
     )  # fmt: skip
     wire: dict[LinkKind, float] = {"intra_node": 0.0, "inter_node": 0.0}
+    wire |= {"inter_domain": 0.0} if machine.domains else {}
     for use in uses:
         for link, size in use.collective.wire_bytes.items():
             wire[link] += use.count * size
@@ -77,7 +78,7 @@ class _Clock:
     """The time at which the compute lane continues, and the times at which the other lanes are free again."""
 
     now: float = 0.0
-    queues: dict[Lane, list[tuple[float, Key]]] = field(default_factory=lambda: {lane: [] for lane in LANES})
+    queues: dict[Lane, list[tuple[float, Key]]] = field(default_factory=lambda: {lane: [] for lane in ALL_LANES})
     """End and key of each transfer that was sent, in order; finished ones may be missing."""
 
     def copy(self) -> "_Clock":
@@ -89,7 +90,7 @@ class _Clock:
 
     @property
     def is_idle(self) -> bool:
-        return all(self.free(lane) == self.now for lane in LANES)
+        return all(self.free(lane) == self.now for lane in ALL_LANES)
 
     def send(self, lane: Lane, seconds: float, key: Key) -> float:
         """Queues a transfer now and returns its start."""

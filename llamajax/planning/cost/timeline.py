@@ -7,9 +7,12 @@ from typing import Any, Literal
 
 from llamajax.planning.cost.network import Collective, LinkKind
 
-Lane = Literal["compute", "intra_node", "inter_node", "copy"]
+Lane = Literal["compute", "intra_node", "inter_node", "copy", "inter_domain"]
 """A lane of the timeline; `copy` carries asynchronous copies, to the host or within the device."""
 LANES: tuple[Lane, ...] = ("compute", "intra_node", "inter_node", "copy")
+"""Lanes of every timeline."""
+ALL_LANES: tuple[Lane, ...] = (*LANES, "inter_domain")
+"""Lanes of a timeline on a machine with domains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,11 @@ class Timeline:
     """Seconds of every kernel, transfer and loop, by its name in XLA's scheduler."""
 
     @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Returns the lanes of its machine."""
+        return ALL_LANES if "inter_domain" in self.wire_bytes else LANES
+
+    @property
     def exposed_fraction(self) -> float:
         return self.exposed_comm_s / self.step_time_s
 
@@ -113,11 +121,11 @@ def perfetto(timeline: Timeline, *, max_events: int = 50_000) -> dict[str, Any]:
     """
     shorten = _count(timeline.events) > max_events
     trace: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": LANES.index(lane), "name": "thread_name", "args": {"name": lane.replace("_", " ")}}
-        for lane in LANES
+        {"ph": "M", "pid": 0, "tid": ALL_LANES.index(lane), "name": "thread_name", "args": {"name": lane.replace("_", " ")}}
+        for lane in timeline.lanes
     ]
     for event, start in _flat(timeline.events, 0.0, shorten):
-        args, lane = {"op_name": event.op_name}, LANES.index(event.lane)
+        args, lane = {"op_name": event.op_name}, ALL_LANES.index(event.lane)
         times = {"ts": start * 1e6, "dur": event.seconds * 1e6}
         trace.append({"ph": "X", "pid": 0, "tid": lane, "name": event.name, "cat": event.kind, **times, "args": args})
     return {"traceEvents": trace, "displayTimeUnit": "ms"}

@@ -49,6 +49,8 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   `budget_days`, the days of the token budget with the ramp. All other figures are those of the full batch. A smaller step
   takes time in proportion to its micro-batches, plus those in which stages of a pipeline wait.
 - `token_budget`, `days`, `price_per_billion_tokens`, `price` (null without `hardware.price_per_gpu_hour`).
+- `domains`, only where `hardware.domains` names some: for each `name`, `network`, `nodes`, `node_bandwidth`, the
+  `step_time_s` if its network joined the nodes of all domains, and the `layers` of its stages in proportion to the speeds.
 - `sweep`: `key` and `rows`, each with the `value`, `num_devices`, `efficiency` (tokens per second and device relative to the
   first row's) and the figures above except lists and `without_profile`; null if no sweep was requested.
 """
@@ -84,6 +86,7 @@ from llamajax.planning.cost.gpu import planned_machine, remarks
 from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.cost.network import num_communicators
 from llamajax.planning.cost.timeline import CollectiveUse, tick_loops
+from llamajax.planning.domains import speeds_of_domains
 from llamajax.planning.memory import estimate
 from llamajax.planning.plan import Alternative, Plan, Schedule
 from llamajax.planning.schedule_choice import FASTEST
@@ -199,8 +202,15 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "suggestions": suggested,
         }
         | money(config, own["tokens_per_sec_per_device"])
+        | domain_figures(config, chosen)
         | {"sweep": sweep and {"key": sweep.key, "rows": sweep_rows(sweep, plans)}}
     )
+
+
+def domain_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
+    """Returns the speed that every domain's network sustains; empty where `hardware.domains` is."""
+    speeds = [dataclasses.asdict(speed) for speed in speeds_of_domains(config, schedule)]
+    return {"domains": [speed | {"layers": list(speed["layers"])} for speed in speeds]} if speeds else {}
 
 
 def _of_remat(config: Config, remat: Remat, schedule: Schedule) -> dict[str, Any]:

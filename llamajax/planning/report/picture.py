@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.estimates.gpus import planned_gpu
-from llamajax.planning.cost.timeline import LANES, Timeline, layer_loops, perfetto, tick_loops
+from llamajax.planning.cost.timeline import ALL_LANES, Timeline, layer_loops, perfetto, tick_loops
 from llamajax.planning.plan import Plan
 from llamajax.planning.report.text import DISCLAIMER, Figures, known_error
 from llamajax.planning.scopes import MEMORY_KINDS
@@ -122,11 +122,11 @@ def _lanes(layer: Timeline, period: float, longest: float, seen: set[str]) -> st
     """Draws the lanes that have events, under a scale of `longest` seconds; adds the kinds drawn to `seen`."""
     slices = [event for event in perfetto(layer)["traceEvents"] if event["ph"] == "X"]
     scale = (_RIGHT - _LEFT) / longest
-    used = [lane for lane in LANES if lane != "copy" or any(e["tid"] == LANES.index("copy") for e in slices)]
+    used = [lane for lane in layer.lanes if lane != "copy" or any(e["tid"] == ALL_LANES.index("copy") for e in slices)]
     drawing = []
     for row, lane in enumerate(used):
         y = row * (_LANE + _GAP)
-        own = [event for event in slices if event["tid"] == LANES.index(lane)]
+        own = [event for event in slices if event["tid"] == ALL_LANES.index(lane)]
         busy = sum(event["dur"] for event in own if event["cat"] != "wait") / 1e6 / period
         drawing.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{period * scale:.1f}" height="{_LANE}"/>')
         drawing.append(f'<text class="end" x="{_LEFT - 10}" y="{y + 15}">{lane.replace("_", "-")}</text>')

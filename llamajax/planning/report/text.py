@@ -38,6 +38,7 @@ def print_plan(plan: Plan, told: Figures) -> None:
         _print_remats(plan.config, told)
     _print_memory(plan.chosen)
     _print_time(told)
+    _print_domains(plan.config, told)
     _print_collectives(told)
     if count > 1:
         _print_schedules(plan.config, told)
@@ -99,7 +100,8 @@ def print_estimate(config: Config, told: Figures) -> None:
 def _print_run(config: Config, told: Figures) -> None:
     mesh = " x ".join(f"{axis} {size}" for axis, size in told["mesh"].items() if size > 1) or "of one device"
     gpu = planned_gpu(config.hardware)
-    network = f", {gpu.node_bandwidth / 1e9:g} GB/s between nodes" if told["nodes"] > 1 and gpu.node_bandwidth else ""
+    is_joined = told["nodes"] > 1 and gpu.node_bandwidth and not config.hardware.domains
+    network = f", {gpu.node_bandwidth / 1e9:g} GB/s between nodes" if is_joined and gpu.node_bandwidth else ""
     nodes = f"{told['nodes']} node{'s' if told['nodes'] > 1 else ''}"
     log(f"run        {told['run']}: {format_count(told['num_params'])} parameters ({told['num_params']:,})")
     log(f"devices    {told['num_devices']} x {gpu.name} in {nodes}{network}; mesh {mesh}")
@@ -214,6 +216,24 @@ def _print_pipeline(told: Figures) -> None:
         f"stage      {pipeline['layers']} layers, values of {pipeline['slots']} micro-batches; waits for"
         f" {pipeline['bubble']:.1%} of the time in which it works, and computes {idle:.1%} of its FLOPs then, which count"
         " neither in MFU nor in HFU"
+    )
+
+
+def _print_domains(config: Config, told: Figures) -> None:
+    """Prints the speed that every domain's network sustains."""
+    if not config.hardware.domains:
+        return
+    assert config.hardware.domain_bandwidth is not None
+    table = _table(
+        "domain", "network", "nodes", "GB/s per node", "step everywhere", "layers of its stages", numbers=(2, 3, 4)
+    )
+    for own in told["domains"]:
+        bandwidth, layers = f"{own['node_bandwidth'] / 1e9:g}", ", ".join(map(str, own["layers"]))
+        table.add_row(own["name"], own["network"], str(own["nodes"]), bandwidth, f"{own['step_time_s']:.4g} s", layers)
+    _print(table)
+    log(
+        f"domains    {config.hardware.domain_bandwidth / 1e9:g} GB/s per node between them; a step everywhere has the"
+        " domain's network in all domains, and layers are in proportion to its speed"
     )
 
 

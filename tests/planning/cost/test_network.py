@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from llamajax.planning.cost.gpu import Domain, Machine
 from llamajax.planning.cost.network import Collective, axis_of, collective
 from tests.planning.modules import MACHINE, SHARE, module
 
@@ -14,9 +15,16 @@ MESH = {"data": 2, "fsdp": 4}
 """On the test machine of four GPUs per node: fsdp lies inside a node, data across."""
 
 
-def found(line: str, size: str = "bf16[8388608]{0}", *, num_devices: int = 8, mesh: dict[str, int] = MESH) -> Collective:
+def found(
+    line: str,
+    size: str = "bf16[8388608]{0}",
+    *,
+    num_devices: int = 8,
+    mesh: dict[str, int] = MESH,
+    machine: Machine = MACHINE,
+) -> Collective:
     program = module(f"%x = {size} parameter(0)\n%r = {size} {line}", num_devices=num_devices)
-    return collective(program.entry.root, program.entry, program, MACHINE, mesh)
+    return collective(program.entry.root, program.entry, program, machine, mesh)
 
 
 MIB16 = 2 * 8388608
@@ -92,6 +100,54 @@ def test_permutes(pairs, axis, wire, seconds):
     assert permute.axis == axis
     assert tuple(permute.wire_bytes.values()) == tuple(MIB16 * share for share in wire)
     assert permute.seconds == pytest.approx(seconds)
+
+
+UNLIKE = dataclasses.replace(
+    MACHINE,
+    domains=(Domain(num_nodes=2, node_bandwidth=80e9), Domain(num_nodes=2, node_bandwidth=20e9)),
+    domain_bandwidth=4e9,
+)
+"""Four nodes in two domains: a GPU has 20, 5, and between the domains 1 GB/s."""
+STAGES = {"pipeline": 2, "data": 2, "fsdp": 4}
+
+
+def across_domains(line: str) -> Collective:
+    return found(line, num_devices=16, mesh=STAGES, machine=UNLIKE)
+
+
+def test_a_collective_within_domains_takes_the_slowest_ones_network():
+    """Groups of both domains: the step waits for the slower one."""
+    groups = "mesh['pipeline'=2,'data'=2,'fsdp'=4] {'data'}"
+    reduced = across_domains(f"all-reduce(%x), replica_groups={groups}, to_apply=%add")
+    assert (reduced.axis, reduced.link) == ("data", "inter_node")
+    assert reduced.wire_bytes == {"intra_node": 0, "inter_node": MIB16, "inter_domain": 0}
+    assert reduced.seconds == pytest.approx(8.4e-6 + 2 * 14e-6 + MIB16 / (5e9 * SHARE.node_link_efficiency))
+    first = across_domains("all-reduce(%x), replica_groups={{0,4},{1,5}}, to_apply=%add")
+    assert first.seconds == pytest.approx(8.4e-6 + 2 * 14e-6 + MIB16 / (20e9 * SHARE.node_link_efficiency))
+    inside = across_domains(f"all-gather(%x), replica_groups={INSIDE}, dimensions={{0}}")
+    assert inside.wire_bytes == {"intra_node": 3 * MIB16, "inter_node": 0, "inter_domain": 0}
+    assert (inside.link, inside.seconds) == ("intra_node", pytest.approx(8.4e-6 + 3 * 3.4e-6 + 3 * MIB16 / GPU_LINK))
+
+
+def test_a_permute_between_stages_crosses_domains():
+    pairs = ",".join(f"{{{device},{(device + 8) % 16}}}" for device in range(16))
+    permute = across_domains(f"collective-permute-start(%x), source_target_pairs={{{pairs}}}")
+    assert (permute.axis, permute.link) == ("pipeline", "inter_domain")
+    assert permute.wire_bytes == {"intra_node": 0, "inter_node": 0, "inter_domain": MIB16}
+    assert permute.seconds == pytest.approx(8.4e-6 + 14e-6 + MIB16 / (1e9 * SHARE.node_link_efficiency))
+
+
+def test_a_ring_leaves_every_domain_once_and_an_all_to_all_sends_half():
+    everyone = f"{{{{{','.join(map(str, range(16)))}}}}}"
+    scatter = across_domains(f"reduce-scatter(%x), replica_groups={everyone}, dimensions={{0}}")
+    passed = MIB16 * 15 / 16
+    assert scatter.wire_bytes == {"intra_node": passed * 12 / 16, "inter_node": passed / 8, "inter_domain": passed / 8}
+    assert scatter.seconds == pytest.approx(
+        8.4e-6 + 12 * 3.4e-6 + 3 * 14e-6 + passed / 4 / (1e9 * SHARE.node_link_efficiency)
+    )
+    exchanged = across_domains(f"all-to-all(%x), replica_groups={everyone}")
+    assert exchanged.wire_bytes == {"intra_node": MIB16 * 3 / 16, "inter_node": MIB16 / 4, "inter_domain": MIB16 / 2}
+    assert (scatter.link, exchanged.link) == ("inter_domain", "inter_domain")
 
 
 def test_several_arrays_go_together():
