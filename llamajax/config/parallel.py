@@ -41,6 +41,9 @@ class MeshConfig(Section):
     """Shards of heads, MLP and vocabulary (tensor parallelism). Between these the axis also splits tokens, where it divides
     a row's part (sequence parallelism). Key/value heads may be fewer than the axis, if they divide it; a vocabulary may have
     any size."""
+    stages: tuple[int, ...] = ()
+    """Number of layers of each stage of `mesh.pipeline`, such as [26, 22], for stages of unequal speed. Each stage then runs
+    its own programs. Empty: the stages share the layers evenly, in one program."""
     num_cpu_devices: PositiveIntOrUnset = None
     """Devices per process that the CPU emulates; unset: use the accelerators that jax finds."""
 
@@ -49,6 +52,10 @@ class MeshConfig(Section):
         if len(automatic) > 1:
             chosen = next(axis for axis in automatic if axis != "fsdp")  # fsdp is -1 by default, so point at the other line
             yield f"{chosen}: {' and '.join(automatic)} are both -1; only one axis can take the rest"
+        if any(count < 1 for count in self.stages):
+            yield f"stages: {list(self.stages)} must be positive numbers of layers"
+        if self.stages and (len(self.stages) == 1 or self.pipeline not in (-1, len(self.stages))):
+            yield f"stages: {list(self.stages)} must name the layers of 2 or more stages; pipeline={self.pipeline}"
 
     def axis_sizes(self, num_devices: int) -> dict[str, int]:
         """Returns the size of every configured axis on `num_devices` devices, with the automatic axis resolved.

@@ -175,7 +175,7 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
-        return [*problems, *pipeline_problems(self.model, self.parallel, train, axes)]
+        return [*problems, *pipeline_problems(self.model, self.parallel, train, axes, self.mesh.stages)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
         """Returns one `key: rule; remedy` line for each reason why rows that axes of these sizes split cannot take `form`.

@@ -1,6 +1,7 @@
 """The layers of the stages of a pipeline, and the rules for `mesh.pipeline`."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import ParallelConfig, axes_of, num_parts
@@ -10,29 +11,37 @@ EMPTY = -1
 """Index of the layer in an empty slot."""
 
 
-def layers_of_stages(num_layers: int, stages: int, chunks: int) -> list[list[list[int]]]:
+def layers_of_stages(num_layers: int, stages: int, chunks: int, counts: Sequence[int] = ()) -> list[list[list[int]]]:
     """Returns the indices of the layers in the slots of every stage, [stages, chunks, slots]; `EMPTY` for an empty slot.
 
     Chunk c of stage s follows chunk c of stage s - 1, and chunk c + 1 of the first stage follows chunk c of the last one.
     Where the layers do not fill all slots, the chunks at both ends of the model have one layer fewer, because embedding and
     head work there too.
+
+    Args:
+        num_layers: number of layers of the model.
+        stages: number of stages.
+        chunks: number of chunks per stage.
+        counts: number of layers in each chunk, in the model's order; empty: as evenly as possible.
     """
     groups = stages * chunks
-    slots = -(-num_layers // groups)
-    from_the_ends = sorted(range(groups), key=lambda group: (min(group, groups - 1 - group), group))
-    shorter = set(from_the_ends[: groups * slots - num_layers])
-    by_group, first = [], 0
-    for group in range(groups):
-        count = slots - (group in shorter)
+    if not counts:
+        most = -(-num_layers // groups)
+        from_the_ends = sorted(range(groups), key=lambda group: (min(group, groups - 1 - group), group))
+        shorter = set(from_the_ends[: groups * most - num_layers])
+        counts = [most - (group in shorter) for group in range(groups)]
+    by_group, first, slots = [], 0, max(counts)
+    for count in counts:
         by_group.append([*range(first, first + count), *[EMPTY] * (slots - count)])
         first += count
     return [[by_group[chunk * stages + stage] for chunk in range(chunks)] for stage in range(stages)]
 
 
 def pipeline_problems(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, axes: Mapping[str, int]
+    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, axes: Mapping[str, int], counts: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Yields one `key: rule; remedy` line for each reason why the stages of a mesh with these axes cannot run the model."""
+    """Yields one `key: rule; remedy` line for each reason why the stages of a mesh with these axes cannot run the model.
+    `counts` is `mesh.stages`."""
     stages, layers, m = axes["pipeline"], model.num_layers, train.grad_accum_steps
     if stages == 1:
         return
@@ -50,6 +59,16 @@ def pipeline_problems(
         of_each = f" x parallel.pipeline_chunks={chunks}" if chunks > 1 else ""
         yield f"mesh.pipeline: {stages}{of_each} needs as many layers, and model.num_layers={layers}; set fewer stages"
         return
+    if counts and (len(counts), sum(counts)) != (stages, layers):
+        yield (
+            f"mesh.stages: {list(counts)} are {sum(counts)} layers in {len(counts)} stages, and model.num_layers={layers},"
+            f" mesh.pipeline={stages}; make them equal"
+        )
+        return
+    if counts and (parallel.pipeline == "interleaved" or parallel.pipeline_head == "shared"):
+        setting = "pipeline" if parallel.pipeline == "interleaved" else "pipeline_head"
+        value = getattr(parallel, setting)
+        yield f"parallel.{setting}: {value} needs one program of all stages, and with mesh.stages each has its own; set auto"
     if parallel.pipeline == "interleaved" and m % stages:
         nearest = max(1, round(m / stages)) * stages
         yield (
@@ -62,18 +81,20 @@ def pipeline_problems(
             f"train.global_batch_ramp: start and increment must be multiples of {rows} sequences, a micro-batch for each of"
             f" mesh.pipeline={stages} stages, for parallel.pipeline: interleaved; change them, or set 1f1b or auto"
         )
-    if layers % stages or chunks > 1:
+    if layers % stages or chunks > 1 or len(set(counts)) > 1:
         dim = "embed" if model.num_kv_heads % axes["tensor"] == 0 else "embed_tensor"
         columns = stages * num_parts(dim, axes) * (axes["data"] if parallel.zero_data else 1)
         if model.embed_dim % columns:
             over = " x ".join(f"mesh.{axis}={axes[axis]}" for axis in ("pipeline", *axes_of(dim)) if axes[axis] > 1)
             why = "chunks" if layers % stages == 0 else f"{stages} stages that do not divide {layers} layers"
+            why = "stages of unequal layers" if counts else why
             yield f"model.embed_dim: {model.embed_dim} must be divisible by {over} for {why}; choose other sizes of these"
     period = len(model.windows)
-    slots = zip(*(chunk for stage in layers_of_stages(layers, stages, chunks) for chunk in stage), strict=True)
-    kinds = [{layer % period for layer in slot if layer != EMPTY} for slot in slots]
-    if any(len(of_slot) > 1 for of_slot in kinds):
-        yield (
-            f"mesh.pipeline: {stages} stages of {len(kinds)} layers do not hold whole rounds of model.layer_types, which"
-            f" repeat every {period} layers; choose stages with a multiple of {period} layers"
-        )
+    for own in dict.fromkeys(((), tuple(counts))):  # an evaluation shares the layers evenly
+        slots = zip(*itertools.chain(*layers_of_stages(layers, stages, chunks, own)), strict=True)
+        kinds = [{layer % period for layer in slot if layer != EMPTY} for slot in slots]
+        if any(len(of_slot) > 1 for of_slot in kinds):
+            yield (
+                f"mesh.{'stages' if own else 'pipeline'}: {stages} stages of {len(kinds)} layers do not hold whole rounds of"
+                f" model.layer_types, which repeat every {period} layers; choose stages with a multiple of {period} layers"
+            )

@@ -20,6 +20,8 @@ class StageWork:
     micro_batches: int
     num_layers: int
     """Layers of the model."""
+    counts: tuple[int, ...] = ()
+    """Layers of each stage, `mesh.stages`; empty: as evenly as possible."""
 
     @staticmethod
     def of(config: Config, mesh: Mapping[str, int]) -> "StageWork":
@@ -29,11 +31,14 @@ class StageWork:
             chunks=config.parallel.pipeline_chunks or 1,
             micro_batches=config.train.grad_accum_steps,
             num_layers=config.model.num_layers,
+            counts=config.mesh.stages,
         )
 
     @property
     def layers(self) -> int:
         """Returns the number of layers that a device holds; empty slots count."""
+        if self.counts:
+            return max(self.counts)
         return -(-self.num_layers // (self.stages * self.chunks)) * self.chunks
 
     @property
@@ -96,7 +101,7 @@ class StageWork:
         """Returns how often a stage's layers change devices between the stored state and compute: never if a stage stores
         the layers of its only chunk; by columns of all layers otherwise, which even counts of layers reach first."""
         even = self.num_layers % self.stages == 0
-        return 0 if even and self.chunks == 1 else 1 + even
+        return 0 if even and self.layers * self.stages == self.num_layers and self.chunks == 1 else 1 + even
 
 
 def residual_tokens(config: Config, mesh: Mapping[str, int]) -> int:

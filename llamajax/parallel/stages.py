@@ -120,7 +120,7 @@ def exchange(stacked: jax.Array, layers: np.ndarray) -> list[jax.Array]:
     """Returns the weights in each slot of the stages, [p, ...] or with several chunks [p, chunks, ...], from the weights of
     all layers [L, ...].
 
-    Weights that are split over `pipeline` by layer stay on their devices, if these layers are one chunk. Otherwise devices
+    Weights that are split over `pipeline` by layer stay on their devices, if these layers are the stage's. Otherwise devices
     exchange columns for layers: they have all layers of some columns, in a dim with `pipeline` as its innermost axis. An
     empty slot holds some layer's weights.
 
@@ -130,7 +130,7 @@ def exchange(stacked: jax.Array, layers: np.ndarray) -> list[jax.Array]:
     """
     lies = jax.typeof(stacked).sharding.spec
     p, chunks, num_slots = layers.shape
-    if is_staged(lies) and chunks == 1:
+    if is_staged(lies) and np.array_equal(layers.ravel(), np.arange(stacked.shape[0])):
         partitions = (STAGE, None, *lies.partitions[1:])
         in_slots = jax.lax.reshape(
             stacked, (p, num_slots, *stacked.shape[1:]), out_sharding=lies.update(partitions=partitions)

@@ -19,6 +19,7 @@ from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates import gpu_memory_budget
 from llamajax.estimates.gpu_memory_budget import MEMORY_FRACTION
 from llamajax.parallel.mesh import make_mesh
+from llamajax.parallel.stage_meshes import CPU_ADDRESS
 from llamajax.processes import addresses, domains, heartbeat, peers, rendezvous
 from llamajax.processes.relay import relay
 
@@ -66,12 +67,13 @@ def select_platform(config: MeshConfig, *, or_more: bool = False) -> None:
             ) from error
 
 
-def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = None) -> None:
+def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = None, *, between_cpus: bool = False) -> None:
     """Connects this process to the others of the run, if `config.enabled`; call it before any other use of jax.
 
     Args:
         config: addresses of the processes.
         settings: settings that must be the same in all processes.
+        between_cpus: emulated devices of one process send arrays to another's.
 
     Raises:
         EnvironmentMismatchError: the others cannot be found or do not arrive, have other settings, or the port cannot be
@@ -91,6 +93,8 @@ def join_run(config: DistributedConfig, settings: Mapping[str, Any] | None = Non
         peers.check_same_everywhere(settings or {})
     if addresses.is_loopback(host):
         listen_on_loopback()
+    if between_cpus and num_processes > 1:
+        send_between_cpus(addresses.own_address(host, port))
     coordinator = (host, port)
     if own_rank == 0:
         coordinator = addresses.host_and_port(bind_address)
@@ -127,6 +131,16 @@ def listen_on_loopback() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
+def send_between_cpus(host: str) -> None:
+    """Lets devices of this process, which the CPU emulates, send arrays to another's and receive them at this address.
+
+    jax needs a given port here: with port 0, the others never find it. The watchdog limits the wait, not jax.
+    """
+    jax.config.update(CPU_ADDRESS, addresses.join(host, addresses.free_port(host)))
+    jax.config.update("jax_cross_host_transport_addresses", addresses.join(host, 0))
+    jax.config.update("jax_cross_host_transfer_timeout_seconds", _JAX_NOTICES_S)
+
+
 def connect(
     config: MeshConfig,
     distributed: DistributedConfig,
@@ -150,7 +164,7 @@ def connect(
     """
     os.environ.setdefault(gpu_memory_budget.VARIABLE, str(memory_fraction))
     select_platform(config, or_more=or_more)
-    join_run(distributed, settings)
+    join_run(distributed, settings, between_cpus=bool(config.stages) and config.num_cpu_devices is not None)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # with a missing plugin, jax fails an assertion

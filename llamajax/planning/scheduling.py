@@ -16,7 +16,7 @@ from llamajax import disk
 from llamajax.config.model import REMATS
 from llamajax.config.run import Config
 from llamajax.data import cache
-from llamajax.errors import EnvironmentMismatchError
+from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.calibration import read_measurement
 from llamajax.parallel import compilation_cache
 from llamajax.planning.cost.attention import scores_of_calls
@@ -26,6 +26,7 @@ from llamajax.planning.schedule_choice import FASTEST, GUESSES, Judge, Judged, P
 from llamajax.processes.peers import everyones, of_first
 from llamajax.step.compile import Option, check_flags, compile_with, compiler_options, lower
 from llamajax.step.resolve import ResolvedRun, resolve
+from llamajax.step.staged_step import StagedStep, compile_staged
 from llamajax.step.state import abstract_state
 
 
@@ -40,9 +41,9 @@ def latency_source(config: Config, num_devices: int) -> str | None:
 class Compilation:
     """Training's step, compiled for the devices of this run, or loaded."""
 
-    step: jax.stages.Compiled
+    step: jax.stages.Compiled | StagedStep
     options: dict[str, Option]
-    """Options that the compiler received."""
+    """Options that the compiler received, with `mesh.stages` for the programs of a stage."""
     from_cache: bool
     """Whether jax loaded it from an earlier compilation."""
 
@@ -61,13 +62,15 @@ def check_told(config: Config) -> None:
     """Refuses settings that only the GPU compiler would reject, before it starts; all processes call this together.
 
     Raises:
-        ConfigError: this jaxlib does not support `xla.flags`, or a file cannot be used: see `read_latencies` and
-            `read_measurement`.
+        ConfigError: this jaxlib does not support `xla.flags`, or a file cannot be used, at all or with `mesh.stages`: see
+            `read_latencies` and `read_measurement`.
         EnvironmentMismatchError: the processes have different files of latencies.
     """
     if config.xla.flags:
         check_flags(config.xla.flags)
     if config.xla.latency_profile not in (None, "auto"):
+        if config.mesh.stages:
+            raise ConfigError("xla.latency_profile: a file is for one program, and mesh.stages has several; set auto")
         _same_file(config.xla.latency_profile)
     read_measurement(config.hardware)
 
@@ -87,6 +90,17 @@ def compile_here(run: ResolvedRun, lowered: jax.stages.Lowered) -> Compilation:
         return Compilation(step=judged.step, options=options, from_cache=judged.from_cache)
     with compilation_cache.loaded() as loaded:
         step = compile_with(lowered, options)
+    return Compilation(step=step, options=options, from_cache=bool(loaded))
+
+
+def compile_stages_here(run: ResolvedRun) -> Compilation:
+    """Compiles the step of a run with `mesh.stages` for the devices of the current mesh; all processes call this together.
+
+    Raises:
+        ConfigError: see `compile_staged`.
+    """
+    with compilation_cache.loaded() as loaded:
+        step, options = compile_staged(run, abstract_state(run.config))
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 
@@ -132,7 +146,8 @@ def resolve_here(config: Config, doing: Callable[[str], None] = lambda what: Non
         doing: takes a line of progress.
     """
     mesh = dict(jax.sharding.get_mesh().shape)
-    if config.model.remat != "auto" or config.hardware.gpu == "none" or jax.default_backend() != "gpu":
+    told = config.model.remat != "auto" or config.hardware.gpu == "none" or config.mesh.stages
+    if told or jax.default_backend() != "gpu":
         return resolve(config, mesh)
     state = abstract_state(config)
 

@@ -102,10 +102,19 @@ def interface_address(name: str) -> str:
     raise EnvironmentMismatchError(f"interface: {name!r} has no address here; choose one of {names}")
 
 
-def free_port() -> int:
-    """Returns a loopback port on which no process listens."""
+def own_address(host: str, port: int) -> str:
+    """Returns the address of this machine from which it reaches a host."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    raise EnvironmentMismatchError(f"distributed.coordinator_address: {host} cannot be reached; check its network")
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """Returns a port of one of this machine's addresses on which no process listens."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
+            probe.bind((host, port))
             return port
-    raise EnvironmentMismatchError(f"{LOOPBACK}: no port from {_PORTS.start} on is free; check what listens there")
+    raise EnvironmentMismatchError(f"{host}: no port from {_PORTS.start} on is free; check what listens there")

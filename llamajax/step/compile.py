@@ -8,14 +8,16 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib.version
 
+from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.formulas import gathered_layer_bytes, layer_matrix_bytes
-from llamajax.step.batch import FIELDS, batch_sharding
+from llamajax.step.batch import FIELDS, Batch, batch_sharding
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
 from llamajax.step.step import train_step
@@ -109,10 +111,14 @@ def lower(run: ResolvedRun, state: TrainState) -> jax.stages.Lowered:
         run: the run.
         state: `llamajax.step.state.abstract_state` of the run.
     """
-    config = run.config
+    return train_step.lower(run, state, abstract_batch(run.config))
+
+
+def abstract_batch(config: Config) -> Batch:
+    """Returns a batch of the run as `jax.ShapeDtypeStruct`, on the current mesh."""
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
-    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding()))
-    return train_step.lower(run, state, batch)
+    like: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding())
+    return dict.fromkeys(FIELDS, like)
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax.stages.Compiled:

@@ -12,7 +12,7 @@ Weights are whole within a stage for the whole step (`parallel.zero: 1`). Their 
 `train.grad_accum_dtype` and reduced once, at the end of the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,6 +56,7 @@ def accumulate(
     parallel: ParallelConfig,
     remat: Remat,
     z_loss_weight: float,
+    counts: Sequence[int] = (),
 ) -> tuple[Llama, Sums]:
     """Returns the gradients of all micro-batches, which are left to be reduced, and their summed losses.
 
@@ -67,8 +68,9 @@ def accumulate(
         parallel: the forms in which devices share the work.
         remat: see `Llama.hidden`.
         z_loss_weight: see `llamajax.step.loss.loss_fn`.
+        counts: see `layers_of_stages`.
     """
-    stages = _Stages.of(model, copies, batch, parallel, remat, z_loss_weight)
+    stages = _Stages.of(model, copies, batch, parallel, remat, z_loss_weight, counts)
     schedule, nothing, num_slots = stages.schedule, stages.no_activations(), len(stages.slots)
     like = jax.eval_shape(stages.forward_all, jnp.int32(0), nothing)[1]
     trees = [jax.tree.structure(own) for own in like]
@@ -155,7 +157,13 @@ class _Stages:
 
     @staticmethod
     def of(
-        model: Llama, copies: Llama | None, batch: Batch, parallel: ParallelConfig, remat: Remat, z_loss_weight: float
+        model: Llama,
+        copies: Llama | None,
+        batch: Batch,
+        parallel: ParallelConfig,
+        remat: Remat,
+        z_loss_weight: float,
+        counts: Sequence[int] = (),
     ) -> "_Stages":
         num_micro_batches, B, T = batch["tokens"].shape
         schedule = PipelineSchedule(num_stages(), num_micro_batches, parallel.pipeline_chunks or 1)
@@ -174,7 +182,7 @@ class _Stages:
         return _Stages(
             model=model,
             slots=tuple(layer.by_parts() for layer in used),
-            layers=np.array(layers_of_stages(model.config.num_layers, schedule.stages, schedule.chunks)),
+            layers=np.array(layers_of_stages(model.config.num_layers, schedule.stages, schedule.chunks, counts)),
             schedule=schedule,
             stack=Stack.of(**forms),
             batch=batch,
@@ -249,7 +257,7 @@ class _Stages:
             slots: Any = grads.layers
             layers = list(slots)
             layers[slot] = self._plus(layers[slot], self.stack.ungrouped(d_weights), tick)
-            return dx, _with(grads, layers=nnx.data(tuple(layers)))
+            return dx, with_attributes(grads, layers=nnx.data(tuple(layers)))
 
         return read, dx, run
 
@@ -266,7 +274,7 @@ class _Stages:
             d_first = by_stage(first, tick, dx.residual, out_specs=jax.typeof(dx.residual).sharding.spec)
             tokens = laid_out(self._ids(tick, unit_of)["tokens"], "gather")
             _, pull_back = jax.vjp(lambda table: look_up(table[...], tokens), self.model.embedding)
-            return _with(grads, embedding=_add(grads.embedding, pull_back(d_first)[0]))
+            return with_attributes(grads, embedding=add_gradients(grads.embedding, pull_back(d_first)[0]))
 
     def end(self, tick: jax.Array, y: Activations, grads: Llama, sums: Sums) -> tuple[Activations, Llama, Sums]:
         """Returns the gradient of every chunk's output, zero where the model does not end there; the gradients with those
@@ -280,7 +288,7 @@ class _Stages:
             )  # fmt: skip
             _, pull_back, own = loss
             of_norm, of_head, dy = pull_back(jnp.ones(()))
-            return dy, _add(d_norm, of_norm), _add(d_head, of_head), jax.tree.map(jnp.add, sums, own)
+            return dy, add_gradients(d_norm, of_norm), add_gradients(d_head, of_head), jax.tree.map(jnp.add, sums, own)
 
         given = y, grads.final_norm, getattr(grads, name), sums
         if self.schedule.chunks == 1:
@@ -288,7 +296,7 @@ class _Stages:
         else:
             is_end = self._ends(tick, self.schedule.stages - 1)
             dy, d_norm, d_head, sums = jax.lax.cond(is_end, add, lambda *given: given, *given)
-        return dy, _with(grads, **{"final_norm": d_norm, name: d_head}), sums
+        return dy, with_attributes(grads, **{"final_norm": d_norm, name: d_head}), sums
 
     def loss(self, norm: Any, head: nnx.Param, tick: jax.Array, y: Activations) -> tuple[jax.Array, Sums]:
         """Returns the loss of the last stage's micro-batch and its sums, from the activations of all stages."""
@@ -372,7 +380,7 @@ class _Stages:
 
             return by_stage(put, tick, total, own, out_specs=jax.typeof(total).sharding.spec)
 
-        return layer.with_parts(_add(layer.by_parts(), d_weights, add))
+        return layer.with_parts(add_gradients(layer.by_parts(), d_weights, add))
 
     def _shared(self, slot: int, tick: jax.Array, unit_of: UnitOf, rows: tuple[Rows, ...]) -> tuple[Rows, jax.Array | None]:
         """Returns the data that the layer in a slot needs besides its weights, for `_skipping`."""
@@ -401,7 +409,7 @@ def _skipping(part: Part) -> Part:
     return run
 
 
-def _add(total: Any, own: Any, how: Callable[[jax.Array, jax.Array], jax.Array] | None = None) -> Any:
+def add_gradients(total: Any, own: Any, how: Callable[[jax.Array, jax.Array], jax.Array] | None = None) -> Any:
     """Adds gradients; a frozen weight's total stays None."""
     how = how or (lambda total, own: total + own.astype(total.dtype))
 
@@ -411,7 +419,7 @@ def _add(total: Any, own: Any, how: Callable[[jax.Array, jax.Array], jax.Array] 
     return jax.tree.map(add, total, own, is_leaf=lambda x: x is None or isinstance(x, nnx.Param))
 
 
-def _with(model: Llama, **attributes: Any) -> Llama:
+def with_attributes(model: Llama, **attributes: Any) -> Llama:
     """Returns a copy of a tree of gradients with other attributes."""
     changed = jax.tree.map(lambda x: x, model)
     for name, value in attributes.items():

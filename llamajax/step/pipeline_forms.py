@@ -9,6 +9,8 @@ from llamajax.config.stages import pipeline_problems
 from llamajax.estimates.formulas import DTYPE_BYTES, computed_model, layer_matrices, layer_matrix_bytes
 from llamajax.estimates.gpus import Gpu
 
+_OWN_PROGRAMS = "each stage of mesh.stages runs its own programs"
+
 
 def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple[PipelineForm, int, str]:
     """Returns the order in which stages work, the chunks of each stage, and the reason in one line.
@@ -17,6 +19,8 @@ def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> t
     another chunk's weights in every tick, so XLA copies them and the sums of their gradients.
     """
     parallel, stages, m = config.parallel, axes["pipeline"], config.train.grad_accum_steps
+    if config.mesh.stages:
+        return "1f1b", 1, f"{_OWN_PROGRAMS}; a plan counts the longest stage for all"
     if parallel.pipeline == "1f1b":
         return "1f1b", 1, "parallel.pipeline says so"
     possible = [n for n in range(2, config.model.num_layers // stages + 1) if _can_have(config, axes, n)]
@@ -71,6 +75,8 @@ def head_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple
     All stages run in lockstep, so while the last one computes the head, the others have nothing else to do. Shared, it takes
     a part of the time, plus two collectives between all stages.
     """
+    if config.mesh.stages:
+        return "last", _OWN_PROGRAMS
     if (asked := config.parallel.pipeline_head) != "auto":
         return asked, "parallel.pipeline_head says so"
     if gpu is None:

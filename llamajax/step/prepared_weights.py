@@ -1,6 +1,7 @@
 """Weights prepared once per step and reused by all micro-batches, depending on `parallel.zero` and `parallel.grad_reduce`:
 they are gathered once, and their gradients are reduced once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def prepare(config: Config, model: Llama) -> Llama:
     """
     parallel, dtype = config.parallel, config.model.compute_dtype
     if num_stages() > 1:
-        model = in_slots(model, parallel.pipeline_chunks or 1, dtype)
+        model = in_slots(model, parallel.pipeline_chunks or 1, dtype, config.mesh.stages)
     at_the_end = parallel.grad_reduce == "step"
     left_open = token_axes() if at_the_end else DATA if parallel.zero_data else ()
     trained = summed_late(whole_over_data(model, dtype, left_open=left_open))
@@ -40,9 +41,10 @@ def prepare(config: Config, model: Llama) -> Llama:
     return trained
 
 
-def in_slots(model: Llama, chunks: int, dtype: DTypeLike) -> Llama:
-    """Returns the weights as stored, with the layers in the slots of the stages of a pipeline; matrices in `dtype`."""
-    table = np.array(layers_of_stages(model.config.num_layers, num_stages(), chunks))
+def in_slots(model: Llama, chunks: int, dtype: DTypeLike, counts: Sequence[int] = ()) -> Llama:
+    """Returns the weights as stored, with the layers in the slots of the stages of a pipeline; matrices in `dtype`. `counts`
+    as for `layers_of_stages`."""
+    table = np.array(layers_of_stages(model.config.num_layers, num_stages(), chunks, counts))
 
     def slots_of(param: nnx.Param) -> list[nnx.Param]:
         stored = param[...] if param.compute is None else param[...].astype(dtype)

@@ -1,8 +1,8 @@
 """The training step: one pure, donated function from (state, batch) to (state, metrics)."""
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -38,7 +38,37 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
         also per token, and `tokens`, as float32 and int32 scalars; and the gradients, a `Llama` in float32 whatever the
         dtype of the parameters, in their shardings, with None for frozen weights.
     """
-    config = run.config
+    config, prepared = run.config, begin(run.config, model)
+    chex.assert_equal_shape(list(batch.values()))
+    own, fixed, own_copies = prepared.own, prepared.fixed, prepared.copies
+    if num_stages() > 1:
+        forms = {"parallel": config.parallel, "remat": config.model.remat, "z_loss_weight": config.train.z_loss_weight}
+        forms["counts"] = config.mesh.stages
+        total = pipeline.accumulate(combine(own, fixed), own_copies, batch, prepared.zeros, **forms)
+    else:
+        total = _accumulate(config, own, fixed, own_copies, batch, prepared.zeros)
+    return end(prepared, *total)
+
+
+class Prepared(NamedTuple):
+    """Weights at the start of a step, and the way of their gradients back."""
+
+    own: Llama
+    """Trained weights, prepared."""
+    fixed: Llama
+    """Frozen weights, prepared."""
+    copies: Llama | None
+    """See `llamajax.step.prepared_weights.copies`."""
+    wide: Llama
+    """Shapes of `own` for float32 weights."""
+    pull_back: Callable[[Llama], tuple[Llama]]
+    """Returns the gradients of the weights as stored, from those of `wide`."""
+    zeros: tuple[Llama, pipeline.Sums]
+    """Gradients of `own`, left to be reduced, and sums, to start from."""
+
+
+def begin(config: Config, model: Llama) -> Prepared:
+    """Prepares the weights of a step."""
     trained, frozen = partition(config.train, model)
     own, fixed = prepare(config, trained), prepare(config, frozen)
     own_copies = copies(config, combine(own, fixed))
@@ -46,17 +76,16 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
     wide, pull_back = jax.vjp(
         functools.partial(prepare, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
     )
-
-    chex.assert_equal_shape(list(batch.values()))
     zero = jnp.zeros((), config.train.grad_accum_dtype)
     none = _no_losses(), _no_auxiliary(model)
     zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
-    if num_stages() > 1:
-        forms = {"parallel": config.parallel, "remat": config.model.remat, "z_loss_weight": config.train.z_loss_weight}
-        grads, (sums, auxiliary) = pipeline.accumulate(combine(own, fixed), own_copies, batch, zeros, **forms)
-    else:
-        grads, (sums, auxiliary) = _accumulate(config, own, fixed, own_copies, batch, zeros)
-    (grads,) = pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, wide))
+    return Prepared(own, fixed, own_copies, wide, pull_back, zeros)
+
+
+def end(prepared: Prepared, grads: Llama, summed: pipeline.Sums) -> tuple[dict[str, jax.Array], Llama]:
+    """Returns the results of `loss_and_grads` from the summed gradients of the prepared weights and the summed losses."""
+    sums, auxiliary = summed
+    (grads,) = prepared.pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, prepared.wide))
     grads = jax.tree.map(_laid_out_as_stored, grads)
     tokens = jnp.maximum(sums.num_tokens, 1)
     # NaN where there is nothing to take the mean of.

@@ -10,7 +10,8 @@ from llamajax.config.data import DataConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.kernels.choice import compute_capability
-from llamajax.planning.scheduling import Compilation, compile_here, resolve_here
+from llamajax.parallel.stage_meshes import check_transfers, stage_meshes
+from llamajax.planning.scheduling import Compilation, compile_here, compile_stages_here, resolve_here
 from llamajax.step.compile import Option, lower, told
 from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve
 from llamajax.step.state import abstract_state
@@ -22,9 +23,11 @@ def check_forms(config: Config) -> None:
     """Rejects a run with forms that these devices cannot compute, before any data is read or program compiled.
 
     Raises:
-        ConfigError: the devices cannot compute a requested form.
+        UserError: the devices cannot compute a requested form; see also `check_transfers`.
     """
     mesh, capability = jax.sharding.get_mesh().shape, compute_capability()
+    if config.mesh.stages:
+        check_transfers(stage_meshes(jax.sharding.get_mesh()))
     float8_matmuls(config.model, capability)
     for seq_len in {stage.seq_len for stage in config.data.all_stages}:
         attention_kernel(resolve(config.in_rows_of(seq_len), mesh), capability)
@@ -76,13 +79,17 @@ def compile_steps(runs: Mapping[int, ResolvedRun]) -> dict[int, Compilation]:
 def _compile(run: ResolvedRun, which: str, known: Mapping[str, Option] | None = None) -> Compilation:
     """Compiles a step and logs a line about it, and one about its options unless they are the `known` ones."""
     started = time.monotonic()
-    compilation = compile_here(run, lower(run, abstract_state(run.config)))
+    if run.config.mesh.stages:
+        compilation = compile_stages_here(run)
+    else:
+        compilation = compile_here(run, lower(run, abstract_state(run.config)))
     if compilation.options != known:
         console.log(f"options    {which}{told(compilation.options, jax.devices()[0].device_kind)}")
     programs = jax.config.values["jax_compilation_cache_dir"]
     came = f", loaded from {programs}" if compilation.from_cache else ""
     memory = console.memory_summary(compilation.step)
-    console.log(f"compile    {which}{time.monotonic() - started:.1f} s{came}; {memory}")
+    stages = f", {len(run.config.mesh.stages)} stages; at the end of a step" if run.config.mesh.stages else ";"
+    console.log(f"compile    {which}{time.monotonic() - started:.1f} s{came}{stages} {memory}")
     return compilation
 
 

@@ -212,7 +212,7 @@ def _split_over(sharding: jax.sharding.Sharding | None) -> str:
     return ", ".join("+".join(axes) for axes in dims)
 
 
-def memory_summary(compiled: jax.stages.Compiled) -> str:
+def memory_summary(compiled: Any) -> str:
     """Returns the memory that a compiled program needs on one device, in one line."""
     stats = compiled.memory_analysis()
     if stats is None:

@@ -56,6 +56,14 @@ def test_one_stage_is_no_pipeline():
     assert (work.layers, work.slots, work.fill, work.both, work.drain, work.bubble, work.exchanges) == (7, 1, 0, 5, 0, 0, 0)
 
 
+def test_unequal_stages_take_as_many_layers_as_the_largest():
+    work = StageWork(stages=2, chunks=1, micro_batches=4, num_layers=48, counts=(26, 22))
+    held = layers_of_stages(48, 2, 1, (26, 22))
+    assert work.layers == len(held[0][0]) == 26
+    assert work.exchanges == 2
+    assert dataclasses.replace(work, counts=(24, 24)).exchanges == 0
+
+
 def test_a_pipeline_waits_for_a_stage_less_than_it_has():
     work = StageWork(stages=35, chunks=1, micro_batches=240, num_layers=105)
     assert work.bubble == pytest.approx((34 + 36) / 2 / 240)

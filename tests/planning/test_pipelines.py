@@ -71,7 +71,7 @@ def test_it_sends_keeps_and_computes_what_the_formulas_say(form, monkeypatch):
     assert memory.peak_bytes == pytest.approx(estimate(run).peak_bytes, rel=0.25)
     names = {tensor.name for tensor in memory.tensors}
     assert f"hidden states of {work.slots} micro-batches" in names
-    assert any("gradient of layers/mlp/w_gate_up" in name for name in names)  # a sum; one replica stores what it computes with
+    assert any("gradient of layers/mlp/w_gate_up" in name for name in names)  # sums; replicas store what they compute with
     assert "step while" not in {tensor.name for tensor, _ in memory.largest(8)}
 
     told = figures.figures(Plan(config=config, guessed=schedule, informed=None))

@@ -24,6 +24,7 @@ from llamajax.step.resolve import resolve_planned
 from llamajax.step.state import abstract_state
 from tests.estimates.test_calibration import MEASUREMENT
 from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
+from tests.tiny import tiny_config
 
 CLUSTER_CONFIGS = sorted(
     path for path in (pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml") if path.stem != "quickstart"
@@ -298,3 +299,10 @@ def test_training_and_plans_resolve_every_shipped_configuration_alike(path):
     config = load_config(path).in_largest_steps()
     with jax.set_mesh(planned_mesh(config)):
         assert resolve_here(config) == resolve_planned(config)
+
+
+def test_latencies_of_one_program_are_refused_for_the_programs_of_stages():
+    staged = {"model.num_layers": 3, "mesh.pipeline": 2, "mesh.stages": (1, 2), "parallel.zero": 1}
+    config = tiny_config().changed(staged | {"xla.latency_profile": "file"})
+    with pytest.raises(ConfigError, match=r"^xla\.latency_profile: a file is for one program"):
+        scheduling.check_told(config)

@@ -32,6 +32,17 @@ FORMS: dict[str, dict[str, object]] = {
 """A mesh of four devices and what differs from the defaults; the axis that is split lies across processes."""
 BY_FOUR = ("prefetch", "tensor, in a ring", "sequence, by Ulysses")
 """Forms that CI runs by four processes too: one of each axis. `long` has the others."""
+STAGED: dict[str, dict[str, object]] = {
+    "stages of unequal speed": {
+        "model.num_layers": 3,
+        "mesh.pipeline": 2,
+        "mesh.stages": [1, 2],
+        "mesh.fsdp": 2,
+        "parallel.zero": 1,
+        "train.grad_accum_steps": 2,
+    }
+}
+"""A form by processes of its own: jax opens its connections between CPUs when it starts."""
 OTHERS = tuple(form for form in FORMS if form not in BY_FOUR)
 
 PROGRAM = """
@@ -65,7 +76,7 @@ def _losses(config: pathlib.Path, count: int, names: tuple[str, ...]) -> dict[st
     one |= {"mesh.num_cpu_devices": NUM_DEVICES // count, "train.grad_accum_steps": 1}
     forms = {
         name: [f"{key}={value}" for key, value in (one | form | {"run_dir": run_dirs[name]}).items()]
-        for name, form in FORMS.items()
+        for name, form in (FORMS | STAGED).items()
         if name in names
     }
     together = ["distributed.enabled=true", f"distributed.num_processes={count}"]
@@ -94,6 +105,13 @@ def test_two_processes_train_as_one(losses, form):
 @pytest.mark.parametrize("form", BY_FOUR)
 def test_four_processes_train_as_one(losses, form):
     check(losses(4, BY_FOUR)[form], losses(1, tuple(FORMS))[form])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_with_a_stage_each_or_half_a_stage_train_as_one(losses, count):
+    (form,) = names = tuple(STAGED)
+    check(losses(count, names)[form], losses(1, names)[form])
 
 
 @pytest.mark.long

@@ -148,6 +148,41 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
     assert_close_to_unbroken(unbroken, run_dir)
 
 
+@pytest.mark.slow
+def test_a_pipeline_continues_without_stages_and_with_them_again(unbroken, tmp_path):
+    """Stopped on two stages, then on fsdp 8, and finished on the stages: rows and losses stay."""
+    run_dir = tmp_path / "run"
+    rest = ("--mesh.sequence=1", f"--run_dir={run_dir}", "--parallel.zero=1")
+    stages = ("--mesh.pipeline=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--train.grad_accum_steps=4", *rest)
+    alone = ("--mesh.fsdp=8", "--mesh.tensor=1", "--train.grad_accum_steps=1", *rest)
+    for overrides, last in ((stages, 30), (alone, 60)):
+        process = runs.start(unbroken, *overrides)
+        runs.wait_until(lambda last=last: runs.steps_on_record(run_dir) >= last, [process])
+        process.terminate()
+        runs.finish(process)
+    runs.finish(runs.start(unbroken, *stages))
+    assert_close_to_unbroken(unbroken, run_dir)
+
+
+@pytest.mark.slow
+def test_devices_without_stages_take_over_from_stages_of_unequal_speed(tmp_path):
+    """From programs of two stages to fsdp 8, half way: equal arrays, then the losses of the unbroken run."""
+    config, run_dir = runs.write_config(tmp_path, num_steps=10), tmp_path / "taken over"
+    model = "--model.num_layers=8"
+    stages = ["mesh.pipeline=2", "mesh.stages=[3, 5]", "mesh.fsdp=2", "mesh.sequence=1", "mesh.tensor=2", "parallel.zero=1"]
+    runs.finish(runs.start(config, model, *(f"--{override}" for override in stages)))
+    shutil.copytree(tmp_path / "run", run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "10")
+    mesh = ["mesh.fsdp=8", "mesh.sequence=1", "mesh.tensor=1", "train.grad_accum_steps=1"]
+    overrides = ([model[2:], *stages], [model[2:], *mesh])
+    before, after = (restored_arrays(load_config(config, own), run_dir) for own in overrides)
+    chex.assert_trees_all_equal(before, after)
+
+    runs.finish(runs.start(config, f"--run_dir={run_dir}", model, *(f"--{override}" for override in mesh)))
+    assert starts(run_dir)[-1] == 5
+    assert_close_to_unbroken(config, run_dir)
+
+
 def start_two(
     config: pathlib.Path,
     *overrides: str,
