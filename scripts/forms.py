@@ -1,9 +1,9 @@
 """Plans one model in every parallel form on one cluster, and draws docs/forms.svg from the figures in docs/forms.json.
 
-    python scripts/forms.py [--draw]
+    python scripts/forms.py [--draw] [FORM ...]
 
-Compiles Llama-3.1 8B for 64 H100 in each form (extra `plan`), which takes some ten minutes on two cores, and stores the
-figures. `--draw` only draws the stored figures.
+Compiles Llama-3.1 8B for 64 H100 in each form, or in the named forms (extra `plan`), which takes some ten minutes on two
+cores, and stores the figures. `--draw` only draws the stored figures.
 """
 
 import html
@@ -43,6 +43,7 @@ class Form:
 _STATE, _MATMULS = "weights, gradients, moments", "the same, matmuls, tokens"
 _IN_NODES, _TENSOR = {"mesh.data": 8, "mesh.fsdp": 8}, {"mesh.fsdp": 8, "mesh.tensor": 8}
 _SEQUENCE = {"mesh.fsdp": 8, "mesh.sequence": 8}
+_PIPELINE = {"mesh.pipeline": 8, "mesh.fsdp": 8, "parallel.zero": 1, "train.grad_accum_steps": 32}
 FORMS = (
     Form("ZeRO-3", _STATE, "almost always", {"mesh.fsdp": 64}),
     Form("ZeRO-3, plain loop", _STATE, "where memory is short", {"mesh.fsdp": 64, "parallel.stack": "scan"}),
@@ -55,6 +56,7 @@ FORMS = (
     Form("sequence, gathered", "the same, rows", "few devices to a row", _SEQUENCE | {"parallel.sequence": "gather"}),
     Form("sequence, ring", "the same, rows", "the longest rows", _SEQUENCE | {"parallel.sequence": "ring"}),
     Form("sequence, Ulysses", "the same, rows", "long rows, fused attention", _SEQUENCE | {"parallel.sequence": "ulysses"}),
+    Form("pipeline, 1F1B", "layers; the state in a stage", "huge models, slow networks", _PIPELINE),
 )
 
 
@@ -118,11 +120,11 @@ def main(arguments: list[str]) -> None:
         from llamajax.planning.xla.compile import prepare_environment
 
         prepare_environment()
-        figures = {}
-        for number, form in enumerate(FORMS, 1):
+        figures, forms = json.loads(FIGURES.read_text()), [form for form in FORMS if form.name in arguments] or FORMS
+        for number, form in enumerate(forms, 1):
             figures[form.name] = planned(form)
-            print(f"{number} of {len(FORMS)}  {form.name}: {figures[form.name]['step_time_s']:.2f} s", flush=True)
-        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+            print(f"{number} of {len(forms)}  {form.name}: {figures[form.name]['step_time_s']:.2f} s", flush=True)
+        FIGURES.write_text(json.dumps({form.name: figures[form.name] for form in FORMS}, indent=1) + "\n")
     PICTURE.write_text(drawn(json.loads(FIGURES.read_text())))
 
 

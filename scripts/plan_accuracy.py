@@ -17,12 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for a machine where llamajax is not installed
 
+from llamajax.estimates.megatron import hardware_flops
 from llamajax.planning.cost.accuracy import KEPT
 from llamajax.watch.console import CONSOLE
 from scripts.accuracy import holmes
-from scripts.accuracy.published import RUNS, SCALING
+from scripts.accuracy.published import MT_NLG, MT_NLG_ROWS, RUNS, SCALING
 from scripts.accuracy.run import Run
-from scripts.accuracy.step import predict
+from scripts.accuracy.step import predict, step_seconds
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plan_accuracy.md"
 FITTED = ("A100", "H100", "B200", "L40S")
@@ -104,6 +105,7 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
         rows.append((kind, str(len(runs)), f"{statistics.median(own):+.1%}", *sizes, name))
     header = "kind of program | runs | median error | median absolute | system left out, median absolute | GPUs like"
     result["kinds"] = table(header, rows)
+    result["pipelines"] = pipelines()
     published = {run.name: run.published for run in RUNS}
     result["scaling"] = table(
         "speed per GPU | published | predicted | over that of",
@@ -121,6 +123,39 @@ def tables(predicted: dict[str, float], unseen: dict[str, float]) -> dict[str, s
         ],
     )
     return result
+
+
+def fitted_to(run: Run, seconds: float) -> float:
+    """Returns the share of the peak with which a run's step takes these seconds."""
+    low, high, share = 0.3, 1.0, 0.65
+    for _ in range(20):
+        low, high = (share, high) if step_seconds(run, run.machine(share)) > seconds else (low, share)
+        share = (low + high) / 2
+    return share
+
+
+def pipelines() -> str:
+    """Returns the table of MT-NLG's runs: the FLOPs of its formula, and the seconds of a step with the constants as they are
+    and with the share of the peak of the first run."""
+    first, published = next(iter(MT_NLG.items()))
+    share = fitted_to(first, published.seconds)
+    rows = []
+    for run, told in MT_NLG.items():
+        model = run.model
+        flops = hardware_flops(
+            sequences=MT_NLG_ROWS, seq_len=run.seq_len, num_layers=model.num_layers, embed_dim=model.embed_dim,
+            vocab_size=model.vocab_size,
+        )  # fmt: skip
+        own, like_first = (step_seconds(run, run.machine(of_peak)) for of_peak in (None, share))
+        rows.append((
+            run.name, f"{told.tflops}", f"{flops / told.seconds / run.num_gpus / 1e12:.1f}", f"{told.seconds:.1f} s",
+            f"{own:.1f} s ({own / told.seconds - 1:+.1%})", f"{like_first:.1f} s ({like_first / told.seconds - 1:+.1%})",
+            run.source,
+        ))  # fmt: skip
+    header = (
+        "TFLOP/s per GPU, and step | published | formula | published | constants as they are | products as in the first run"
+    )
+    return table(f"{header} | source", rows) + f"\n\nThe first run asks for {share:.3f} of the peak in products."
 
 
 def kept(errors: Callable[[Run], float]) -> dict[str, dict[str, float]]:

@@ -10,10 +10,13 @@ from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     computed_model,
     factor_bytes,
+    held_by_stage,
     keeps_gathered_weights,
     layer_matrices,
-    num_params,
+    stored_by_stage,
 )
+from llamajax.estimates.formulas import weights as num_weights
+from llamajax.estimates.pipeline import StageWork, residual_tokens, share_of_head
 
 
 def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
@@ -29,21 +32,23 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     for a matmul in float8 are sent in float8.
     `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, the devices exchange their
     stored parts of attention's matrices before they gather them.
+    `pipeline`: a stage gathers its own layers, and embedding and head, whose gradients are also reduced over the stages. All
+    stages run every tick, so idle ones send as much as the others; see `pipeline_bytes`.
     """
-    model, train = computed_model(config.model, mesh), config.train
+    model, train, work = computed_model(config.model, mesh), config.train, StageWork.of(config, mesh)
     width, matrices = DTYPE_BYTES[model.compute_dtype], layer_matrices(model)
     factors = {matrix: factor_bytes(model, matrix) for matrix in matrices}
     shards = num_parts("embed", mesh)
     replicas = num_parts("micro_batch", mesh) * num_parts("seq", mesh) / shards
-    weights = width * num_params(model) / mesh["tensor"]
-    ends = width * model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2) / mesh["tensor"]
+    weights = width * sum(held_by_stage(config, num_weights(model), mesh).values()) / mesh["tensor"]
+    ends = width * sum(_ends(model).values()) / mesh["tensor"]
     rows = train.global_batch_size / num_parts("micro_batch", mesh)
-    tokens = rows * config.data.seq_len / mesh["sequence"]
+    tokens = rows * config.data.seq_len / mesh["sequence"] / train.grad_accum_steps
     # Layers as gathered, and as their gradients are reduced. Prefetching turns around at the last layer, so one gather of
     # its weights serves both passes; and the first layer may be gathered once.
     layers = weights - ends
     saved = sum((width - factors[matrix]) * size for matrix, size in matrices.items())
-    gathered = layers - model.num_layers * saved / mesh["tensor"]
+    gathered = layers - work.layers * saved / mesh["tensor"]
     parallel, micro_batches = config.parallel, train.grad_accum_steps
     at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
     prefetches = parallel.prefetches
@@ -64,16 +69,54 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
         by_head = (matrix for matrix in matrices if "K" in matrix.dims)
         sizes = sum(matrices[matrix] * (gathers * factors[matrix] + width) for matrix in by_head)
         exchanged = model.num_layers * sizes / (shards * mesh["tensor"])
-    again = 1 if model.remat == "none" else 2
-    passed = sum((again if matrix.matmul == "column" else 1) * factors[matrix] + width for matrix in matrices)
+    columns, rest = (
+        {matrix for matrix in matrices if (matrix.matmul == "column") == is_column} for is_column in (True, False)
+    )
+    forward = sum(factors[matrix] for matrix in columns) + width * len(rest)
+    again = 0 if model.remat == "none" else 1
+    backward = sum(again * factors[matrix] + width for matrix in columns) + sum(factors[matrix] for matrix in rest)
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
+    owned = layers + width * sum(stored_by_stage(model, _ends(model), mesh).values()) / mesh["tensor"]
+    # Bytes for each channel of a token that devices of `tensor` gather or scatter, in the layers, by embedding and head.
+    of_layers = work.layers_per_chunk * (work.forward_passes * forward + work.backward_passes * backward)
+    passes = work.forward_passes + work.backward_passes
+    of_ends = width * (passes + 2 * work.heads * share_of_head(config, mesh))
     return (
         sharded * (shards - 1) / shards
         + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
-        + 2 * weights / shards * (replicas - 1) / replicas * reductions
-        + (model.num_layers * passed + 4 * width) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
-        + model.num_layers * width * tokens * sequence_numbers(config.model, mesh, config.parallel.sequence)
+        + 2 * owned / shards * (replicas - 1) / replicas * reductions
+        + (of_layers + of_ends) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
+        + work.layers_per_chunk * passes / 2 * width * tokens * sequence_numbers(config.model, mesh, parallel.sequence)
+        + sum(pipeline_bytes(config, mesh).values())
     )
+
+
+def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
+    """Returns the bytes that a device sends to other stages per step, by purpose.
+
+    `permutes`: one micro-batch's residual stream to the next stage in each tick with a forward pass, and a gradient to the
+    previous stage in each one with a backward pass.
+    `head`: where stages share the head's tokens, the last stage scatters each micro-batch's hidden states, and gathers their
+    gradients. `ends`: gradients of embedding and head, summed over the stages, and, where these store parts of both, the
+    parts. `layers`: weights and gradients on their way between the stored state and the stages, see `StageWork.exchanges`.
+    """
+    model, work = computed_model(config.model, mesh), StageWork.of(config, mesh)
+    width, parts = DTYPE_BYTES[model.compute_dtype], num_parts("embed", mesh) * mesh["tensor"]
+    p, others = work.stages, (work.stages - 1) / work.stages
+    ends = width * sum(_ends(model).values()) / parts
+    layers = width * work.layers * sum(layer_matrices(model).values()) / parts
+    residual = width * config.rows_per_device(mesh) * residual_tokens(config, mesh) * model.embed_dim
+    shared = config.parallel.pipeline_head == "shared"
+    return {
+        "permutes": (work.forward_passes + work.backward_passes) * residual * min(p - 1, 1),
+        "head": 2 * work.heads * residual * share_of_head(config, mesh) * p * others * shared,
+        "ends": 2 * ends * others,
+        "layers": 2 * layers * others * work.exchanges,
+    }
+
+
+def _ends(model: ModelConfig) -> dict[str, int]:
+    return {name: size for name, size in num_weights(model).items() if name in ("embedding", "head")}
 
 
 def sequence_numbers(model: ModelConfig, mesh: Mapping[str, int], form: SequenceForm) -> float:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 
 from llamajax.config.layer_weights import LAYER_WEIGHTS, MATRICES, LayerWeight
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import ParallelConfig, num_parts, splits_residual
+from llamajax.config.parallel import AXES, ParallelConfig, num_parts, splits_residual
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
+from llamajax.estimates.pipeline import StageWork, share_of_head
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -32,7 +33,8 @@ def layer_matrices(model: ModelConfig) -> dict[LayerWeight, int]:
     return {weight: math.prod(shape) for weight, shape in layer_shapes(model).items() if weight.matmul}
 
 
-def _is_layer_matrix(name: str) -> bool:
+def is_layer_matrix(name: str) -> bool:
+    """Returns whether a name of `weights` is that of a layer's matrix."""
     return name.rpartition(".")[2] in MATRICES
 
 
@@ -146,37 +148,61 @@ def trained_weights(train: TrainConfig, model: ModelConfig) -> dict[str, int]:
     return {name: size for name, size in weights(model).items() if not train.is_frozen(name)}
 
 
-def state_bytes(config: Config, shards: int = 1) -> int:
-    """Returns the bytes of weights and moments on a device, with each matrix split over `shards`; norms and biases, a
-    thousandth of the rest, are whole on every device."""
-    stored = DTYPE_BYTES[config.model.param_dtype] * _per_device(weights(config.model), shards)
-    return stored + _moment_bytes(config, shards)
+def state_bytes(config: Config) -> int:
+    """Returns the bytes of all weights and moments."""
+    return sum(_state_bytes(config, dict.fromkeys(AXES, 1)))
 
 
 def minimum_state_bytes(config: Config) -> int:
     """Returns the bytes of weights and moments per device when every matrix is split over all devices that may split it, as
-    in all stages of ZeRO between steps."""
-    return state_bytes(config, _stored_shards(config.parallel, mesh_sizes(config)))
+    in all stages of ZeRO between steps; norms and biases, a thousandth of the rest, are whole on every device of a stage."""
+    return sum(_state_bytes(config, mesh_sizes(config)))
+
+
+def _state_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the bytes of weights and of moments that a device stores between steps."""
+    model, moments, shards = config.model, config.optimizer.moments, _stored_shards(config.parallel, mesh)
+    kept = {
+        name: size * (moments.of_layer_matrices if is_layer_matrix(name) else moments.of_others)
+        for name, size in trained_weights(config.train, model).items()
+    }
+    stored, moment = (_per_device(stored_by_stage(model, sizes, mesh), shards) for sizes in (weights(model), kept))
+    return DTYPE_BYTES[model.param_dtype] * stored, DTYPE_BYTES[config.optimizer.moment_dtype] * moment
 
 
 def _stored_shards(parallel: ParallelConfig, mesh: Mapping[str, int]) -> int:
     return num_parts("embed", mesh) * mesh["tensor"] * (mesh["data"] if parallel.zero_data else 1)
 
 
-def _moment_bytes(config: Config, shards: int) -> int:
-    """Returns the bytes of the optimizer's moments on a device."""
-    moments = config.optimizer.moments
-    kept = {
-        name: size * (moments.of_layer_matrices if _is_layer_matrix(name) else moments.of_others)
-        for name, size in trained_weights(config.train, config.model).items()
+def stored_by_stage(model: ModelConfig, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
+    """Returns the numbers of each weight that a stage stores between steps, from those of all stages, by name: layers by
+    stage, or columns of all layers where the stages do not divide them; parts of embedding and head where they divide."""
+    stages = mesh["pipeline"]
+    divided = {
+        "layer": model.num_layers % stages == 0,
+        "end": model.embed_dim % (stages * num_parts("embed", mesh)) == 0
+        and model.vocab_size % num_parts("vocab", mesh) == 0,
     }
-    return DTYPE_BYTES[config.optimizer.moment_dtype] * _per_device(kept, shards)
+
+    def is_split(name: str) -> bool:
+        if name in ("embedding", "head"):
+            return divided["end"]
+        return is_layer_matrix(name) or (name.startswith("layers.") and divided["layer"])
+
+    return {name: size // stages if is_split(name) else size for name, size in sizes.items()}
+
+
+def held_by_stage(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
+    """Returns the numbers of each weight that a stage computes with, from those of all stages, by name: its own layers,
+    embedding and head."""
+    own, of_all = StageWork.of(config, mesh).layers, config.model.num_layers
+    return {name: size * own // of_all if name.startswith("layers.") else size for name, size in sizes.items()}
 
 
 def _per_device(sizes: Mapping[str, int], shards: int) -> int:
     """Returns the count of numbers on one of `shards` devices, for arrays of the given sizes, split like the weights of the
     same names."""
-    split = sum(size for name, size in sizes.items() if name in ("embedding", "head") or _is_layer_matrix(name))
+    split = sum(size for name, size in sizes.items() if name in ("embedding", "head") or is_layer_matrix(name))
     return split // shards + sum(sizes.values()) - split
 
 
@@ -188,8 +214,9 @@ def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
 
 
 def _gathered_once(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+    sizes = held_by_stage(config, sizes, mesh)
     parallel, ends = config.parallel, sum(sizes.get(name, 0) for name in ("embedding", "head"))
-    layers = sum(size for name, size in sizes.items() if _is_layer_matrix(name))
+    layers = sum(size for name, size in sizes.items() if is_layer_matrix(name))
     if parallel.zero == 1:
         return (ends + layers) // mesh["tensor"]
     if parallel.grad_reduce != "step":
@@ -203,9 +230,10 @@ def expected_bytes(
     """Returns the bytes on a device by purpose; accurate to some 15%.
 
     Weights, moments and gradients: their sizes over the shards. Activations: the values that `model.remat` saves of every
-    layer. The rest is alive at different times, so the larger counts. In a layer's backward pass these are its hidden
-    states, gate and up with their gradients, attention scores in chunks and gathered weights. In the loss these are the
-    head, its gradient in fp32, as summed and as one chunk of logits adds to it, and that chunk.
+    layer; a stage of a pipeline saves its layers once per slot. The rest is alive at different times, so the larger counts.
+    In a layer's backward pass these are its hidden states, gate and up with their gradients, attention scores in chunks and
+    gathered weights. In the loss these are the head, its gradient in fp32, as summed and as one chunk of logits adds to it,
+    and that chunk.
 
     Args:
         config: the run.
@@ -216,12 +244,13 @@ def expected_bytes(
     model, computed = config.model, computed_model(config.model, mesh)
     tensor, sequence = mesh["tensor"], mesh["sequence"]
     stored, wide = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[model.compute_dtype]
-    D, L, V, F = model.embed_dim, model.num_layers, model.vocab_size // tensor, model.mlp_dim // tensor
+    work = StageWork.of(config, mesh)
+    D, L, V, F = model.embed_dim, work.layers, model.vocab_size // tensor, model.mlp_dim // tensor
     heads = model.num_heads * model.head_dim // tensor
     qkv = heads + 2 * computed.num_kv_heads * model.head_dim // tensor
     rows = config.rows_per_device(mesh)
     tokens = rows * config.data.seq_len // sequence
-    layer_params = (num_params(computed) - 2 * model.vocab_size * D) // L // tensor
+    layer_params = (num_params(computed) - 2 * model.vocab_size * D) // model.num_layers // tensor
 
     stream = D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
     residual = stream * 2 if keeps_two_residuals(config, mesh) else stream
@@ -235,35 +264,43 @@ def expected_bytes(
     kept_weights = L * layer_params * wide if keeps_gathered_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
-    sizes, shards = weights(model), _stored_shards(config.parallel, mesh)
+    sizes, own_trained = (
+        held_by_stage(config, of_all, mesh) for of_all in (weights(model), trained_weights(config.train, model))
+    )
     own = _per_device(sizes, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
     # The subset with gradients.
-    own_trained = _per_device(trained_weights(config.train, model), num_parts("embed", mesh) * tensor)
+    own_trained = _per_device(own_trained, num_parts("embed", mesh) * tensor)
     whole_trained = _gathered_once(config, trained_weights(config.train, computed), mesh)
-    summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 else 0
+    summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 or work.stages > 1 else 0
     # A device's own part of the layers has a narrow copy if its gradients are reduced at the step's end.
     replicas = num_parts("micro_batch", mesh) * sequence // num_parts("embed", mesh)
     late = replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
     copied = _per_device(sizes, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
     # Weights that are held whole for the step have no stored gradient until the end. Except for `zero: 1`, which holds all,
-    # one such gradient of a micro-batch exists at a time: the head's is summed before the embedding's is computed.
+    # one such gradient of a micro-batch exists at a time: the head's is summed before the embedding's is computed. A
+    # pipeline sums each layer's before it computes the next.
     waiting = own_trained - whole_trained // num_parts("embed", mesh)
-    held_back = whole_trained if config.parallel.zero == 1 else min(whole_trained, V * D)
+    at_once = max(V * D, layer_params) if work.stages > 1 else whole_trained if config.parallel.zero == 1 else V * D
+    held_back = min(whole_trained, at_once)
     # Matrices in float8 exist besides their sources; with `zero: 2` they replace the whole copies.
     matrices = layer_matrices(computed).items()
     rounded = L * sum(size for matrix, size in matrices if matrix.name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
-    loss = min(max_chunk_logits, tokens * V) * (4 + 2 * wide) + V * D * (wide + 2 * 4)
+    logits = min(max_chunk_logits, math.ceil(tokens * share_of_head(config, mesh)) * V)
+    loss = logits * (4 + 2 * wide) + V * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights
-    if config.parallel.prefetches:
+    if config.parallel.zero == 1 and work.stages > 1:
+        collectives = 0
+    elif config.parallel.prefetches:
         collectives, loss = prefetched_bytes(model, mesh), loss + gathered_layer_bytes(model, mesh)
+    parameters, moments = _state_bytes(config, mesh)
     return {
-        "parameters": stored * _per_device(sizes, shards),
-        "optimizer": _moment_bytes(config, shards),
+        "parameters": parameters,
+        "optimizer": moments,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
         "gradients": (stored + summed) * waiting + wide * held_back + summed * whole_trained,
-        "activations": L * tokens * saved * wide,
+        "activations": work.slots * work.layers_per_chunk * tokens * saved * wide,
         "logits": max(0, loss - layer - collectives),
         "collectives": collectives + wide * copied + rounded,
         "temporaries": layer,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from llamajax.estimates.gpu_memory_budget import Allowance, allowance, room
 from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.planning.cost.attention import planned_kernel
-from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer
+from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer, StageArrays
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module, arrays
@@ -81,7 +81,8 @@ class MemoryPlan:
 def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     """Returns the memory of a compiled step; `module` is its parsed `hlo`."""
     buffers = step.buffers
-    namer = Namer(module, buffers.arguments, step.run.config.train.is_frozen)
+    config = step.run.config
+    namer = Namer(module, buffers.arguments, config.train.is_frozen, StageArrays.of(config, step.run.mesh))
     alive = sorted((*buffers.arguments, *buffers.peak), key=lambda buffer: -buffer.size)
     tensors = tuple(PeakTensor(buffer, *namer.tell(buffer)) for buffer in alive)
     by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))

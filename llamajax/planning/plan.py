@@ -158,10 +158,12 @@ def by_latencies(guessed: Schedule, config: Config) -> Schedule | None:
 
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
-    """Yields every other way to run and schedule the layers; a program for one device has only one."""
-    latency_profile = plan.config.xla.latency_profile
-    other = "prefetch" if plan.guessed.step.run.config.parallel.stack != "prefetch" else "scan"
-    for changes in ({}, {"parallel.stack": other}):
+    """Yields every other way to run and schedule the layers; a program for one device has only one, and the layers of a
+    pipeline's stage run in one way."""
+    latency_profile, run = plan.config.xla.latency_profile, plan.guessed.step.run
+    other = "prefetch" if run.config.parallel.stack != "prefetch" else "scan"
+    ways: list[dict[str, Any]] = [{}] if run.mesh["pipeline"] > 1 else [{}, {"parallel.stack": other}]
+    for changes in ways:
         guessing, informing = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
         guessed = plan.guessed
         if changes:

@@ -9,9 +9,14 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+from llamajax.config.run import Config
+from llamajax.estimates.formulas import computed_model, is_layer_matrix
+from llamajax.estimates.formulas import weights as num_weights
+from llamajax.estimates.pipeline import StageWork
 from llamajax.planning.cost.network import collective_kind
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.hlo import Computation, Instruction, Module, arrays
@@ -51,6 +56,8 @@ WEIGHT = "gather_weight"
 """Scope around the conversion of a stored weight to the one that compute uses."""
 SCOPES = (*PLACES, *VALUES, WEIGHT)
 
+_UNNAMED = "hidden states"
+"""Name of a kept value that has no scope of its own."""
 _RESIDUAL = ("embed", "attention", "mlp", "final_norm")
 """Places with hidden states (sums and norms) as their own arrays [B, T, D], outside of inner scopes."""
 _WEIGHTS = {
@@ -60,10 +67,39 @@ _WEIGHTS = {
 """Scopes that use a weight, with the weight's name."""
 
 
+@dataclass(frozen=True)
+class StageArrays:
+    """Arrays that only a stage of a pipeline has."""
+
+    slots: int = 0
+    """Leading dim of the values kept for backward passes; 0: there is no pipeline."""
+    whole: Mapping[int, str] = field(default_factory=dict)
+    """Names of the weights that the stage holds whole, by the count of numbers on a device in one layer of each chunk."""
+
+    @staticmethod
+    def of(config: Config, mesh: Mapping[str, int]) -> "StageArrays":
+        """Returns the arrays of a run on a mesh with axes of these sizes."""
+        work, model = StageWork.of(config, mesh), computed_model(config.model, mesh)
+        if work.stages == 1:
+            return StageArrays()
+        counts, copies = num_weights(model), work.chunks / model.num_layers
+        matrices = {name: int(size * copies) for name, size in counts.items() if is_layer_matrix(name)}
+        matrices["embedding or head" if "head" in counts else "embedding"] = counts["embedding"]
+        whole = {size // mesh["tensor"]: name.replace(".", "/") for name, size in matrices.items()}
+        return StageArrays(work.slots, whole)
+
+
 class Namer:
     """Names the buffers of one compiled step; weights that are `is_frozen` have no gradients."""
 
-    def __init__(self, module: Module, arguments: tuple[Buffer, ...], is_frozen: Callable[[str], bool]):
+    def __init__(
+        self,
+        module: Module,
+        arguments: tuple[Buffer, ...],
+        is_frozen: Callable[[str], bool],
+        stage: StageArrays = StageArrays(),
+    ):
+        self._whole = stage.whole
         weights = {_argument_path(argument.op_name): argument for argument in reversed(arguments)}
         weights = {path.removeprefix("model."): w for path, w in weights.items() if path.startswith("model.")}
         self._param_dtypes = {weight.dtype for weight in weights.values()}
@@ -72,7 +108,9 @@ class Namer:
         self._gathered = _gathered_sizes(module)
         # Tokens of one micro-batch, from [micro-batches, B, T] on the device.
         self._tokens = {math.prod(a.shape[1:]) for a in arguments if a.op_name.startswith("batch")}
-        self._stacked = dict(_stacked(module))
+        # A loop that writes slots may have lost the name of the value, so that another loop's name counts.
+        stacks = sorted(_stacked(module, stage.slots), key=lambda stack: stage.slots > 0 and _UNNAMED not in stack[1])
+        self._stacked = dict(stacks)
 
     def tell(self, buffer: Buffer) -> tuple[MemoryKind, str]:
         """Returns the purpose of a buffer and its readable name, such as `layers/mlp gate_up, recomputed`."""
@@ -104,7 +142,10 @@ class Namer:
             return "collectives", f"{weight}, gathered"
         is_kept = (scopes == [LAYERS] and phase == "forward") or scopes == ["step"]  # no scope: XLA's allocation of stacks
         if is_kept and buffer.shape in self._stacked:
-            return "activations", f"{self._stacked[buffer.shape]} of every layer"
+            return "activations", self._stacked[buffer.shape]
+        if scopes == ["step"] and (name := self._whole.get(math.prod(buffer.shape))):
+            is_sum = buffer.dtype == "f32"
+            return ("gradients", f"summed gradient of {name}") if is_sum else ("collectives", f"{name}, gathered")
         # Layers outside a loop keep their arrays where they created them.
         is_kept_in_place = not self._stacked and phase == "forward" and (is_activation or place.startswith("layers"))
         primitive = re.sub(r"\W+", " ", buffer.op_name.split("/")[-1]).strip() or buffer.instruction
@@ -127,16 +168,22 @@ def _gathered_sizes(module: Module) -> set[int]:
     return {array.num_elements for instruction in gathers or made for array in arrays(instruction.shape)}
 
 
-def _stacked(module: Module) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yields the shapes of the stacks that the forward pass saves for every layer, with the value that each one stacks."""
+def _stacked(module: Module, slots: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yields the shapes of the stacks that the forward pass saves for every layer, or a pipeline in `slots` for its
+    micro-batches, with the name of each one."""
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             name = instruction.op_name
-            if instruction.opcode == "dynamic-update-slice" and _phase(name) == "forward" and _scopes(name) == [LAYERS]:
+            if instruction.opcode != "dynamic-update-slice":
+                continue
+            dims = next(arrays(instruction.shape)).dims
+            of_layers = _phase(name) == "forward" and _scopes(name) == [LAYERS]
+            of_slots = slots in dims and not _scopes(name)  # in any place: XLA chooses the order of dims
+            if of_layers or of_slots:
                 scopes = [_scopes(source.op_name) for source in _sources(computation, instruction.operands[1])]
                 made_in = next((own[-1] for own in scopes if own and own != [LAYERS]), LAYERS)
-                value = VALUES.get(made_in, "hidden states")
-                yield from ((array.dims, value) for array in arrays(instruction.shape))
+                value = VALUES.get(made_in, _UNNAMED)
+                yield dims, f"{value} of {slots} micro-batches" if of_slots else f"{value} of every layer"
 
 
 def _sources(computation: Computation, name: str) -> Iterator[Instruction]:

@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-Attention = Literal["cudnn", "flash 1", "flash 2"]
+Attention = Literal["cudnn", "flash 1", "flash 2", "unfused"]
 Kind = Literal["eager PyTorch", "torch.compile", "Megatron, TransformerEngine", "XLA of MaxText", "CUDA of LLM.Q"]
 
 
@@ -92,6 +92,15 @@ COMPILED = Program(
 MEGATRON_2023 = dataclasses.replace(
     EAGER, kind="Megatron, TransformerEngine", attention="flash 1", logits=60, optimizer=38, joins_products=True,
     backward=Pass(residual=24, rotated=20, hidden=18, kernels=20),
+)  # fmt: skip
+# Megatron-LM of 2021, a GPT: attention is products, masked softmax and dropout, one after the other. Each of eight GPUs that
+# share a layer works on all channels of the residual stream (x 8): two LayerNorms (4); bias, dropout and addition in one
+# kernel (7); backward norms with their weights (10), dropout (5), the sum of both branches (6), biases' gradients (2). Bias
+# and GELU are one kernel (4; backward 6, and 2 for the bias).
+MEGATRON_2021 = dataclasses.replace(
+    MEGATRON_2023, attention="unfused",
+    forward=Pass(residual=8 * 22, rotated=0, hidden=4, kernels=5),
+    backward=Pass(residual=8 * 46, rotated=0, hidden=8, kernels=12),
 )  # fmt: skip
 # TransformerEngine: norm 4, addition 6, RoPE 4, SwiGLU 6; backward norms of 8 and additions, RoPE, SwiGLU 10. Float8 by the
 # largest of steps before, so that numbers are read once.

@@ -4,7 +4,7 @@ Rows of `_FOUND_LATER` take no part in the fit of the constants, so they test it
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.accuracy.programs import (
     COMPILED,
@@ -13,6 +13,7 @@ from scripts.accuracy.programs import (
     EAGER_NORMS,
     LLMQ,
     MAXTEXT,
+    MEGATRON_2021,
     MEGATRON_2023,
     MPT,
     TRANSFORMER_ENGINE,
@@ -356,6 +357,36 @@ RUNS = (
     *_OTHERS,
     *(dataclasses.replace(run, is_held_out=True) for run in _FOUND_LATER),
 )
+
+
+def mt_nlg(nodes: int, micro_batches: int, seconds: float) -> Run:
+    """arXiv:2201.11990: 1,920 rows per step, 8 GPUs of a node share a layer, 35 stages, all layers recomputed; its cluster
+    has eight ports of 200 Gb/s per node."""
+    return Run(
+        name=f"MT-NLG 530B, {nodes * 8:,} A100", published=MT_NLG_ROWS * 2048 / (nodes * 8) / seconds,
+        source="arXiv:2201.11990", program=MEGATRON_2021,
+        model=llama(51200, 20480, 4 * 20480, 105, 128, 128, head_dim=160, is_gated=False),
+        seq_len=2048, sequences=1, grad_accum_steps=micro_batches, gpu="a100-80gb", nodes=nodes, node_bandwidth=200e9,
+        tensor=8, tensor_passes=12, pipeline=35, head_apart=True, sends_apart=True, exchange="zero1 in turn",
+        gradient_bytes=4, copies=SUMS_APART, **FULL,
+    )  # fmt: skip
+
+
+class Step(NamedTuple):
+    """Published figures of a step."""
+
+    seconds: float
+    tflops: int
+    """TFLOP/s per GPU, recomputation included."""
+
+
+MT_NLG_ROWS = 1920
+"""Rows of a step of MT-NLG."""
+MT_NLG = {
+    mt_nlg(nodes, micro_batches, step.seconds): step
+    for nodes, micro_batches, step in ((280, 240, Step(60.1, 126)), (350, 192, Step(50.2, 121)), (420, 160, Step(44.4, 113)))
+}
+"""Runs of MT-NLG, which are no part of `RUNS`: they test pipelines, and set no constant and no range that plans print."""
 SCALING = (
     ("Megatron-LLaMA 13B, 32 A100, plain", "Megatron-LLaMA 13B, 256 A100, overlapped"),
     ("Megatron-LLaMA 13B, 32 A100, plain", "Megatron-LLaMA 13B, 512 A100, overlapped"),

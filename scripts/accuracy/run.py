@@ -87,6 +87,13 @@ class Run:
     pipeline: int = 1
     interleaved: int = 1
     """Number of stages per GPU."""
+    head_apart: bool = False
+    """Whether the last stage computes the head in addition to its layers, so that all others wait; otherwise its work counts
+    as evenly spread."""
+    sends_apart: bool = False
+    """Whether stages wait while activations and their gradients travel, each GPU sending its part of the channels."""
+    tensor_passes: int = 10
+    """Gathers and scatters of all tokens per layer and micro-batch among `tensor` GPUs; an all-reduce counts as two."""
     exchange: Exchange
     gradient_bytes: int = 2
     """Per parameter, on the wire."""

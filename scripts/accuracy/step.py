@@ -14,6 +14,10 @@ from scripts.accuracy.run import LAYER, Matrix, Run
 # TFLOP/s of FlashAttention-2, forward and backward together, causal, heads of 128, by length of the rows: the charts in its
 # repository (Dao-AILab/flash-attention, README). FlashAttention-1 takes twice as long (arXiv:2307.08691, abstract).
 _FLASH_2 = {"A100": {2048: 155e12, 4096: 173e12, 8192: 182e12}, "H100": {2048: 265e12, 4096: 294e12, 8192: 308e12}}
+# Bytes per attention score without a fused kernel, forward and backward. Forward: written by a product (2), masked softmax
+# (4), dropout with its mask (5), read by a product (2). Backward: the gradient written (2), dropout's (5), softmax's (6),
+# read by products (6).
+_SCORE_BYTES = (13, 19)
 
 
 def predict(run: Run, share: float | None = None) -> float:
@@ -54,7 +58,8 @@ def step_seconds(run: Run, machine: Machine) -> float:
     updated = run.model.num_params / (run.tensor * run.pipeline * run.shards)
     optimizer = _memory_seconds(run.program.optimizer * updated, machine)
     tensor = beside(forward + backward, _tensor_seconds(run, machine)) if run.hides_tensor else _tensor_seconds(run, machine)
-    return micro_batches * (forward + backward + tensor) * (1 + bubble) + optimizer + added
+    sends = 2 * _send_seconds(run, machine) if run.sends_apart else 0.0
+    return micro_batches * (forward + backward + tensor + sends) * (1 + bubble) + optimizer + added
 
 
 def compute_seconds(run: Run, machine: Machine) -> tuple[float, float]:
@@ -77,7 +82,7 @@ def compute_seconds(run: Run, machine: Machine) -> tuple[float, float]:
 
     head = Dot(1, run.tokens, model.vocab_size // run.tensor, model.embed_dim, "bf16")
     loss = _memory_seconds(run.program.logits * run.tokens * model.vocab_size / run.tensor, machine)
-    layers, part = model.num_layers / run.pipeline, 1 / run.pipeline
+    layers, part = model.num_layers / run.pipeline, 1.0 if run.head_apart else 1 / run.pipeline
     return (
         layers * forward + part * _seconds([head], machine),
         layers * backward + part * (_seconds(_gradients(head), machine) + loss),
@@ -113,10 +118,20 @@ def _seconds(products: Iterable[Dot], machine: Machine) -> float:
 
 
 def _attention_seconds(run: Run, machine: Machine) -> tuple[float, float]:
-    """Returns the seconds of a layer's attention, forward and backward: two and five products, half of each masked."""
+    """Returns the seconds of a layer's attention, forward and backward: two and five products, half of each masked; without
+    a fused kernel two and four whole ones, and the bytes of the scores."""
     heads = run.model.num_heads // run.tensor * run.model.head_dim
     product = run.tokens * heads * run.seq_len
     kernel = run.attention or run.program.attention
+    if kernel == "unfused":
+        batch, width = run.sequences * run.model.num_heads // run.tensor, run.model.head_dim
+        scores = Dot(batch, run.seq_len, run.seq_len, width, "bf16")
+        values = Dot(batch, run.seq_len, width, run.seq_len, "bf16")
+        num_scores = batch * run.seq_len**2
+        return (
+            _seconds([scores, values], machine) + _memory_seconds(_SCORE_BYTES[0] * num_scores, machine),
+            _seconds(2 * [scores, values], machine) + _memory_seconds(_SCORE_BYTES[1] * num_scores, machine),
+        )
     if kernel == "cudnn":
         forward, backward = (share * machine.gpu.peak_flops for share in machine.calibration.attention(run.model.head_dim))
     else:
@@ -145,7 +160,16 @@ def _tensor_seconds(run: Run, machine: Machine) -> float:
     if run.tensor == 1:
         return 0.0
     passed = 2 * run.tokens * run.model.embed_dim * (run.tensor - 1) / run.tensor
-    return 10 * run.model.num_layers / run.pipeline * ring_seconds(passed, run.tensor - 1, 0, run.tensor, 1, machine)
+    passes = run.tensor_passes * run.model.num_layers / run.pipeline
+    return passes * ring_seconds(passed, run.tensor - 1, 0, run.tensor, 1, machine)
+
+
+def _send_seconds(run: Run, machine: Machine) -> float:
+    """Seconds until the next stage, on another node, has a micro-batch's activations: each of `tensor` GPUs sends its part,
+    and the receivers gather the parts."""
+    whole = 2 * run.tokens * run.model.embed_dim
+    gathered = ring_seconds(whole * (run.tensor - 1) / run.tensor, run.tensor - 1, 0, run.tensor, 1, machine)
+    return whole / run.tensor / machine.node_link + gathered
 
 
 def _along(run: Run, num_bytes: float, machine: Machine) -> float:

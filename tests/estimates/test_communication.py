@@ -25,7 +25,7 @@ def least(mesh: dict[str, int], model: ModelConfig = MODEL, parallel: ParallelCo
         train=TrainConfig(num_steps=1, global_batch_size=16, **train),
         optimizer=OptimizerConfig(learning_rate=1e-3),
     )
-    return communication.least_wire_bytes(config, {"data": 1, "fsdp": 1, "sequence": 1, "tensor": 1} | mesh)
+    return communication.least_wire_bytes(config, {"pipeline": 1, "data": 1, "fsdp": 1, "sequence": 1, "tensor": 1} | mesh)
 
 
 def test_least_bytes():
@@ -96,7 +96,9 @@ def test_stages_of_zero_and_reductions_at_the_end_send_less(data):
 
 def sent(form: SequenceForm, parts: int, tensor: int = 1, **model: Any) -> float:
     return communication.sequence_numbers(
-        dataclasses.replace(MODEL, **model), {"data": 1, "fsdp": 1, "sequence": parts, "tensor": tensor}, form
+        dataclasses.replace(MODEL, **model),
+        {"pipeline": 1, "data": 1, "fsdp": 1, "sequence": parts, "tensor": tensor},
+        form,
     )
 
 

@@ -110,7 +110,7 @@ def test_the_minimum_splits_all_matrices_over_all_shards():
 def test_what_is_gathered_once_per_step_is_counted():
     run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=4, tensor=2))
     run = run.changed({"train.grad_accum_steps": 2, "parallel.grad_reduce": "micro"})
-    mesh = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+    mesh = {"pipeline": 1, "data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
     tables, all_matrices = 2 * 64 * 32, formulas.num_params(run.model) - (2 * 2 + 1) * 32
     layer = (all_matrices - tables) // 2
     whole = {

@@ -67,7 +67,7 @@ def test_covers_every_kernel_and_collective_that_is_scheduled(version):
 @pytest.mark.parametrize("stack", ["scan", "prefetch"])
 def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stack):
     """The training step itself, compiled for 16 H100 with half a network, without and with its profile."""
-    mesh = {"data": 1, "fsdp": 16, "sequence": 1, "tensor": 1}
+    mesh = {"pipeline": 1, "data": 1, "fsdp": 16, "sequence": 1, "tensor": 1}
     config = CONFIG.changed({"parallel.stack": stack})
     machine = Machine(gpu=planned_gpu(config.hardware), gpus_per_node=8)
     blind = parse(compile_for(resolve_planned(config), untimed=True).hlo)

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from llamajax.planning.memory import memory_plan
-from llamajax.planning.scopes import SCOPES, Namer
+from llamajax.planning.scopes import SCOPES, Namer, StageArrays
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.parse import parse
-from tests.planning.compiled import compiled_step
+from tests.planning.compiled import CONFIG, compiled_step
 from tests.planning.modules import module
 
 STEP = "jit(train_step)/while/body/closed_call"
@@ -91,3 +91,31 @@ def test_what_has_the_shape_of_a_frozen_weight_is_not_its_gradient():
 @pytest.mark.parametrize(("array", "kind", "name"), NAMED)
 def test_an_array_is_told_by_its_scopes(array, kind, name):
     assert Namer(PROGRAM, (WEIGHT, BATCH), lambda _: False).tell(array) == (kind, name)
+
+
+def test_slots_and_sums_of_a_pipeline_are_told_as_such():
+    """Kept in slots by two loops, one of which has lost the value's name; sums and weights by their size."""
+    program = module(
+        f"""%w = bf16[96,16]{{1,0}} parameter(0)
+        %slots = bf16[7,2,32,96]{{3,2,1,0}} parameter(1)
+        %made = bf16[1,2,32,96]{{3,2,1,0}} bitcast(%w), metadata={{op_name="{STEP}/layers/jvp(mlp)/gated/mul"}}
+        %filled = bf16[7,2,32,96]{{3,2,1,0}} dynamic-update-slice(%slots, %made), metadata={{op_name="{STEP}/update_slice"}}
+        %own = bf16[1,2,32,96]{{3,2,1,0}} bitcast(%w)
+        %put = bf16[7,2,32,96]{{3,2,1,0}} dynamic-update-slice(%filled, %own), metadata={{op_name="{STEP}/update_slice"}}
+        %x = bf16[7,2,32,9]{{3,2,1,0}} parameter(2)
+        %kept = bf16[7,2,32,9]{{3,2,1,0}} dynamic-update-slice(%x, %own), metadata={{op_name="{STEP}/update_slice"}}"""
+    )
+    namer = Namer(program, (WEIGHT, BATCH), lambda _: False, StageArrays(slots=7, whole={6144: "layers/mlp/w_down"}))
+    assert namer.tell(buffer(STEP, 7, 2, 32, 96)) == ("activations", "gated of 7 micro-batches")
+    assert namer.tell(buffer(STEP, 7, 2, 32, 9)) == ("activations", "hidden states of 7 micro-batches")
+    assert namer.tell(buffer(STEP, 1, 64, 96, dtype="f32")) == ("gradients", "summed gradient of layers/mlp/w_down")
+    assert namer.tell(buffer(STEP, 1, 64, 96)) == ("collectives", "layers/mlp/w_down, gathered")
+
+
+def test_weights_of_a_stage_are_named_by_their_size():
+    config = CONFIG.changed({"parallel.zero": 1, "mesh.pipeline": 2, "mesh.fsdp": 2, "model.vocab_size": 96})
+    arrays = StageArrays.of(config, config.mesh.axis_sizes(8))
+    assert arrays.slots == 5
+    assert arrays.whole[2 * 32 * 64 // 2] == "layers/mlp/w_gate_up"
+    assert arrays.whole[96 * 32 // 2] == "embedding or head"
+    assert StageArrays.of(CONFIG, CONFIG.mesh.axis_sizes(8)) == StageArrays()

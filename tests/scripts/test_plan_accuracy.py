@@ -6,10 +6,11 @@ import statistics
 
 import pytest
 
+from llamajax.estimates.megatron import hardware_flops
 from llamajax.planning.cost.accuracy import KEPT
 from llamajax.planning.cost.gpu import CALIBRATIONS
 from scripts import plan_accuracy
-from scripts.accuracy.published import RUNS, SCALING
+from scripts.accuracy.published import MT_NLG, RUNS, SCALING
 
 SIGNED, LISTED, UNSEEN = 0.02, 0.06, 0.10
 """Bounds of medians: of a family's signed errors, of the absolute ones of listed runs, and of those whose system the fit has
@@ -59,6 +60,21 @@ def test_the_share_of_products_is_the_one_that_the_runs_ask_for(name):
     assert share == pytest.approx(CALIBRATIONS[name].matmul_efficiency, abs=0.005)
     errors = [plan_accuracy.error(run, share) for run in runs if not run.is_held_out]
     assert statistics.median(errors) == pytest.approx(0, abs=1e-4)
+
+
+def test_the_formula_and_the_schedule_of_mt_nlg():
+    """126, 121 and 113 TFLOP/s; 60.1, 50.2 and 44.4 s, with products as fast as in the first run. The bubble alone predicts
+    49.6 and 42.6 s."""
+    first = next(iter(MT_NLG))
+    share = plan_accuracy.fitted_to(first, MT_NLG[first].seconds)
+    for run, published in MT_NLG.items():
+        flops = hardware_flops(sequences=1920, seq_len=2048, num_layers=105, embed_dim=20480, vocab_size=51200)
+        assert flops / published.seconds / run.num_gpus / 1e12 == pytest.approx(published.tflops, rel=0.01)
+        assert run.tokens_per_step * run.num_gpus == 1920 * 2048
+        assert plan_accuracy.step_seconds(run, run.machine(share)) == pytest.approx(published.seconds, rel=0.05)
+        assert plan_accuracy.step_seconds(run, run.machine()) == pytest.approx(published.seconds, rel=0.15)
+    assert share < CALIBRATIONS["A100"].matmul_efficiency
+    assert not {run.name for run in MT_NLG} & {run.name for run in RUNS}
 
 
 def test_pairs_of_runs_are_runs():

@@ -7,7 +7,7 @@ import jaxlib.version
 import pytest
 
 from llamajax.config.machine import XlaConfig
-from llamajax.config.parallel import PLAIN, MeshConfig
+from llamajax.config.parallel import PLAIN, MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import layer_matrix_bytes, num_matmul_params
@@ -140,3 +140,14 @@ def test_weights_do_not_wait_for_the_hops_of_a_ring(stack, tensor):
     options = compiler_options(on(tiny_config(parallel=parallel, mesh=MeshConfig(tensor=8)), 8))
     limit = options.get("xla_gpu_experimental_parallel_collective_overlap_limit")
     assert limit == ("2" if tensor == "ring" else None)
+
+
+def test_stages_have_communicators_of_their_own_and_send_while_others_gather():
+    """XLA of this jaxlib supports every option of a pipeline."""
+    config = tiny_config(mesh=MeshConfig(pipeline=2, fsdp=2, tensor=2), parallel=ParallelConfig(zero=1))
+    options = compiler_options(on(config, 8))
+    assert options["xla_gpu_collective_permute_connected_components"] is True
+    assert options["xla_gpu_experimental_parallel_collective_overlap_limit"] == "2"
+    compile_with(jax.jit(lambda x: x + 1).lower(1.0), options)
+    without = compiler_options(on(config.changed({"mesh.pipeline": 1, "mesh.fsdp": 4}), 8))
+    assert "xla_gpu_collective_permute_connected_components" not in without

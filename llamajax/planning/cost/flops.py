@@ -11,6 +11,7 @@ from llamajax.estimates.formulas import (
     layer_matrices,
     num_matmul_params,
 )
+from llamajax.estimates.pipeline import StageWork, share_of_head
 from llamajax.planning.cost.attention import computed_scores, planned_kernel
 from llamajax.step.resolve import ResolvedRun
 
@@ -25,6 +26,9 @@ class ExecutedFlops:
     """The part of these FLOPs that `model.remat` repeats."""
     attention: float
     """FLOPs of products of queries with keys and of weights with values, forward, backward and recomputed."""
+    idle: float = 0.0
+    """FLOPs that change no result, in the same products: stages of a pipeline compute while they have no micro-batch, in
+    empty slots, and in the head's padding. The total leaves them out."""
 
     @property
     def total(self) -> float:
@@ -57,7 +61,17 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
         parts = num_parts("seq", run.mesh) if config.parallel.sequence == "ring" else 1
         share = (2 * parts + 1) / (4 * parts) if parts > 1 else 1
         attention = (7 + again_forward) * 2 * L * heads * seq_len * share
-    tokens = config.train.global_batch_size * seq_len
+    tokens, work = config.train.global_batch_size * seq_len, StageWork.of(config, run.mesh)
+    head = 6.0 * model.vocab_size * model.embed_dim
+    of_layers = matmul_flops - head + 2.0 * L * again + attention
+    # Of the products, two in six are forward without recomputation; attention's are two of seven, or of nine in all kernels.
+    forward = (matmul_flops - head) / 3 + attention * 2 / (7 + again_forward)
+    run_each = work.stages * work.layers_per_chunk / (L * work.micro_batches)
+    executed = run_each * (work.forward_passes * forward + work.backward_passes * (of_layers - forward))
+    heads_run = work.stages * work.heads / work.micro_batches * share_of_head(config, run.mesh)
     return ExecutedFlops(
-        weights=float(matmul_flops) * tokens, recomputed=2.0 * L * again * tokens, attention=attention * tokens
+        weights=float(matmul_flops) * tokens,
+        recomputed=2.0 * L * again * tokens,
+        attention=attention * tokens,
+        idle=tokens * (executed - of_layers + head * (heads_run - 1)),
     )

@@ -1,5 +1,6 @@
 """The timeline of a replayed step: when every kernel and collective runs, and which lane waits for which transfer."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -166,6 +167,22 @@ def layer_loops(timeline: Timeline) -> tuple[Loop, Loop] | None:
         if forward_share < 0.1 and backward_share > 0.9 and abs(forward.num_iterations - backward.num_iterations) <= 1
     ]
     return max(pairs, key=lambda pair: pair[0].seconds + pair[1].seconds, default=None)
+
+
+def tick_loops(timeline: Timeline, fill: int, both: int, drain: int) -> tuple[Loop, Loop, Loop] | None:
+    """Returns the loops over the ticks of a pipeline, which have these numbers of iterations: the longest such loop with
+    both passes, and the longest ones before and after it. None if the step has no such loops: XLA writes out a loop with one
+    iteration."""
+    loops = [event for event in timeline.events if isinstance(event, Loop)]
+
+    def longest(among: list[Loop], count: int) -> list[Loop]:
+        return sorted((loop for loop in among if loop.num_iterations == count), key=lambda loop: -loop.seconds)[:1]
+
+    for middle in longest(loops, both):
+        place = loops.index(middle)
+        for first, last in itertools.product(longest(loops[:place], fill), longest(loops[place + 1 :], drain)):
+            return first, middle, last
+    return None
 
 
 def _loops(events: tuple[Event | Loop, ...]) -> Iterator[Loop]:

@@ -29,10 +29,14 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   simultaneous collectives), `comm_s`, `exposed_comm_s`, `exposed_copy_s`, `exposed_fraction` (of the step); `wire_bytes` and
   `wire_bytes_by_link` (sent), `wire_bytes_factor` (relative to the least; null if that is zero);
   `tokens_per_sec_per_device`, `mfu` (causal attention), `mfu_full_attention`, `hfu` (of the executed FLOPs), `flops`
-  (executed), `rematerialized_flops` (the part that XLA recomputes to save memory), `flops_factor` (the others relative to
-  the formula with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `triton`, `tokamax`, `plain`);
-  `sync_collectives_in_loops`; `not_understood` (instructions with a guessed cost); `collectives` (name, kind, axis,
-  group_size, num_nodes, link, bytes, count, seconds, hidden_s, exposed_s, is_sync, in_loop).
+  (executed, without `idle_flops`, which stages of a pipeline compute without a micro-batch and nothing uses),
+  `rematerialized_flops` (the part that XLA recomputes to save memory), `flops_factor` (the others relative to the formula
+  with `model.remat`), `attention_kernel` (`cudnn`, `pallas`, `triton`, `tokamax`, `plain`); `pipeline`: null, or `layers`
+  and `slots` of a device, the number of `ticks` that fill the pipeline, run both passes and drain it, the seconds of one of
+  each in `tick_s` (null if unknown), `bubble` (the passes in which a stage waits, relative to those in which it works) and
+  `bytes_per_tick` (sent to the next stage, and to the previous one); `sync_collectives_in_loops`; `not_understood`
+  (instructions with a guessed cost); `collectives` (name, kind, axis, group_size, num_nodes, link, bytes, count, seconds,
+  hidden_s, exposed_s, is_sync, in_loop).
 - `without_profile`: the same group for the schedule with XLA's built-in estimates; `with_profile`: for the schedule with
   latencies, or null.
 - `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`, `exposed_fraction`,
@@ -65,7 +69,7 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import Remat
 from llamajax.config.run import Config
 from llamajax.estimates.calibration import read_measurement
-from llamajax.estimates.communication import least_wire_bytes
+from llamajax.estimates.communication import least_wire_bytes, pipeline_bytes
 from llamajax.estimates.formulas import (
     flops_per_token,
     mean_keys,
@@ -75,12 +79,13 @@ from llamajax.estimates.formulas import (
     state_bytes,
 )
 from llamajax.estimates.gpus import planned_gpu
+from llamajax.estimates.pipeline import StageWork
 from llamajax.planning.cost.accuracy import accuracy
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.cost.gpu import planned_machine, remarks
 from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.cost.network import num_communicators
-from llamajax.planning.cost.timeline import CollectiveUse
+from llamajax.planning.cost.timeline import CollectiveUse, tick_loops
 from llamajax.planning.domains import speeds_of_domains
 from llamajax.planning.memory import estimate
 from llamajax.planning.plan import Alternative, Plan, Schedule
@@ -244,7 +249,8 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
     num_devices, seq_len = config.hardware.num_devices, config.data.seq_len
     tokens_per_sec = config.train.global_batch_size * seq_len / num_devices / timeline.step_time_s
     least, sent = least_wire_bytes(config, mesh_sizes(config)), sum(timeline.wire_bytes.values())
-    counted = planned_flops(resolve_planned(config)).total
+    counted = planned_flops(resolve_planned(config))
+    flops = timeline.flops - counted.idle / num_devices
     return {
         **_named(memory, "capacity_bytes", "fits", "argument_bytes", "temp_bytes", "peak_bytes", "host_bytes"),
         "allowance_bytes": memory.allowance.total_bytes,
@@ -272,14 +278,32 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "tokens_per_sec_per_device": tokens_per_sec,
         "mfu": flops_per_token(config.model, seq_len, keys=_keys(config)) * tokens_per_sec / gpu.peak_flops,
         "mfu_full_attention": flops_per_token(config.model, seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
-        "hfu": timeline.flops / timeline.step_time_s / gpu.peak_flops,
-        "flops": timeline.flops,
-        "flops_factor": (timeline.flops - timeline.rematerialized_flops) * num_devices / counted,
+        "hfu": flops / timeline.step_time_s / gpu.peak_flops,
+        "flops": flops,
+        "idle_flops": counted.idle / num_devices,
+        "flops_factor": (flops - timeline.rematerialized_flops) * num_devices / counted.total,
         "rematerialized_flops": timeline.rematerialized_flops,
+        "pipeline": _pipeline(schedule),
         "attention_kernel": compiled_attention(schedule.module),
         "sync_collectives_in_loops": timeline.sync_collectives_in_loops,
         "not_understood": timeline.not_understood,
         "collectives": [_collective(use) for use in timeline.collectives],
+    }
+
+
+def _pipeline(schedule: Schedule) -> dict[str, Any] | None:
+    run = schedule.step.run
+    work = StageWork.of(run.config, run.mesh)
+    if work.stages == 1:
+        return None
+    ticks = {"fill": work.fill, "both": work.both, "drain": work.drain}
+    loops = tick_loops(schedule.timeline, **ticks)
+    permutes = pipeline_bytes(run.config, run.mesh)["permutes"]
+    return {
+        **_named(work, "layers", "slots", "bubble"),
+        "ticks": ticks,
+        "tick_s": loops and {name: loop.seconds / loop.num_iterations for name, loop in zip(ticks, loops, strict=True)},
+        "bytes_per_tick": permutes / (work.forward_passes + work.backward_passes),
     }
 
 

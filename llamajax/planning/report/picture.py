@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llamajax.estimates.gpus import planned_gpu
-from llamajax.planning.cost.timeline import ALL_LANES, Timeline, layer_loops, perfetto
+from llamajax.planning.cost.timeline import ALL_LANES, Timeline, layer_loops, perfetto, tick_loops
 from llamajax.planning.plan import Plan
 from llamajax.planning.report.text import DISCLAIMER, Figures, known_error
 from llamajax.planning.scopes import MEMORY_KINDS
@@ -26,7 +26,7 @@ _LEAST_WIDTH = 0.7
 _KINDS = {
     "matmul": "matrix products", "attention": "fused attention", "memory": "elementwise and reductions", "copy": "copies",
     "wait": "waiting for a collective", "all-gather": "all-gather", "reduce-scatter": "reduce-scatter",
-    "all-reduce": "all-reduce", "other": "other collectives",
+    "all-reduce": "all-reduce", "collective-permute": "permutes", "other": "other collectives",
 }  # fmt: skip
 """Kinds of events with a colour of their own, with their text in the legend."""
 
@@ -44,7 +44,7 @@ jax {html.escape(told["jax_version"])} &middot; {DISCLAIMER};
 {html.escape(known_error(told))}"""
     body = f"""<h2>Memory of a GPU at the fullest moment</h2>
 {_memory(told)}
-{"".join(_layers(plan.chosen.timeline))}
+{"".join(_loops(plan.chosen.timeline, told["pipeline"]))}
 {_sweep(told) if told["sweep"] else ""}"""
     return build_page(f"{name}: plan", heading=name, intro=intro, cards=_cards(told), body=body, style=_STYLE)
 
@@ -98,17 +98,21 @@ def _memory(told: Figures) -> str:
     )
 
 
-def _layers(timeline: Timeline) -> Iterator[str]:
-    """Yields the lanes of one layer forward and of one backward, on the same scale."""
-    loops = layer_loops(timeline)
+def _loops(timeline: Timeline, pipeline: Figures | None) -> Iterator[str]:
+    """Yields the lanes of one layer forward and of one backward, or of one tick of each kind, on the same scale."""
+    if pipeline is None:
+        what, loops, titles = "layer", layer_loops(timeline), ("forward", "backward")
+    else:
+        what, loops = "tick", tick_loops(timeline, **pipeline["ticks"])
+        titles = ("that fills the pipeline", "with both passes", "that drains the pipeline")
     if loops is None:
-        yield "<h2>Timeline of a layer</h2><p>The compiled step has no loop over its layers to draw.</p>"
+        yield f"<h2>Timeline of a {what}</h2><p>The compiled step has no loop over its {what}s to draw.</p>"
         return
     usual = [max(loop.iterations, key=lambda iteration: iteration[0]) for loop in loops]
     longest = max(period for _, period, _ in usual)
     seen: set[str] = set()
-    for title, loop, (_, period, events) in zip(("forward", "backward"), loops, usual, strict=True):
-        yield f"<h2>One layer {title}: {_time(period)}, {loop.num_iterations} times in a row</h2>"
+    for title, loop, (_, period, events) in zip(titles, loops, usual, strict=True):
+        yield f"<h2>One {what} {title}: {_time(period)}, {loop.num_iterations} times in a row</h2>"
         yield _lanes(dataclasses.replace(timeline, events=events), period, longest, seen)
     legend = "".join(f'<span class="{kind}"><i></i>{text}</span>' for kind, text in _KINDS.items() if kind in seen)
     yield f'<div class="legend">{legend}</div>'

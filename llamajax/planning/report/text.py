@@ -187,6 +187,7 @@ def _print_time(told: Figures) -> None:
         f" {told['mfu_full_attention']:.1%} counting full attention; HFU {told['hfu']:.1%}"
         f" (executed FLOPs are {told['flops_factor']:.3f} of the formula{again})"
     )
+    _print_pipeline(told)
     elementwise = format_bytes(told["elementwise_bytes"])
     log(f"kernels    {told['num_kernels']:,}; kernels without matrix products read and write {elementwise}")
     links = ", ".join(
@@ -198,6 +199,24 @@ def _print_time(told: Figures) -> None:
     unknown = told["not_understood"]
     names = f": {', '.join(f'{count} x {name}' for name, count in unknown.items())}" if unknown else ""
     log(f"guesses    {sum(unknown.values())} instructions with a guessed cost{names}")
+
+
+def _print_pipeline(told: Figures) -> None:
+    if (pipeline := told["pipeline"]) is None:
+        return
+    seconds = pipeline["tick_s"] or {}
+    what = {"fill": "fill the pipeline", "both": "run both passes", "drain": "drain it"}
+    ticks = ", ".join(
+        f"{count} {what[name]}{f' ({1e3 * seconds[name]:.3g} ms each)' if seconds else ''}"
+        for name, count in pipeline["ticks"].items()
+    )
+    log(f"ticks      {ticks}; each sends {format_bytes(pipeline['bytes_per_tick'])} on and as much back")
+    idle = told["idle_flops"] / (told["flops"] + told["idle_flops"])
+    log(
+        f"stage      {pipeline['layers']} layers, values of {pipeline['slots']} micro-batches; waits for"
+        f" {pipeline['bubble']:.1%} of the time in which it works, and computes {idle:.1%} of its FLOPs then, which count"
+        " neither in MFU nor in HFU"
+    )
 
 
 def _print_domains(config: Config, told: Figures) -> None:

@@ -28,3 +28,23 @@ def test_only_full_attends_again(monkeypatch, kernel):
     )
     assert kept == none
     assert full == pytest.approx(none * {"cudnn": 9 / 7, "pallas": 11 / 9, "tokamax": 11 / 9}[kernel], rel=0.01)
+
+
+def test_idle_stages_compute_what_nobody_counts():
+    """Four stages of two layers, eight micro-batches: 11 ticks forward and 13 backward, 9 of the head; it on all stages."""
+    base = CONFIG.changed({"mesh": MeshConfig(pipeline=4, fsdp=-1), "parallel.zero": 1, "model.num_layers": 8})
+    base = base.changed({"model.remat": "none", "train.grad_accum_steps": 8, "parallel.pipeline": "1f1b"})
+    model, tokens = base.model, 32 * 1024
+    head = 6 * model.vocab_size * model.embed_dim * tokens
+    run = resolve_planned(base.changed({"parallel.pipeline_head": "last"}))
+    flops = planned_flops(run)
+    layers = flops.weights - head
+    attention = flops.attention * (2 / 7 * 11 + 5 / 7 * 13) / 8
+    executed = layers * (1 / 3 * 11 + 2 / 3 * 13) / 8 + attention
+    assert flops.idle == pytest.approx(executed - layers - flops.attention + (4 * 9 / 8 - 1) * head)
+    shared = planned_flops(resolve_planned(base.changed({"parallel.pipeline_head": "shared"})))
+    assert shared.idle == pytest.approx(flops.idle - 3 * 9 / 8 * head)
+    assert shared.total == flops.total
+    uneven = planned_flops(resolve_planned(base.changed({"parallel.pipeline_head": "shared", "model.num_layers": 7})))
+    assert uneven.idle > shared.idle
+    assert planned_flops(resolve_planned(CONFIG)).idle == 0

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from llamajax.planning.cost.replay import replay
-from llamajax.planning.cost.timeline import LANES, Event, Loop, Timeline, layer_loops, perfetto
+from llamajax.planning.cost.timeline import LANES, Event, Loop, Timeline, layer_loops, perfetto, tick_loops
 from llamajax.planning.xla.parse import parse
 from tests.planning.modules import MACHINE
 
@@ -87,3 +87,16 @@ def test_loops_of_layers_are_told_from_others():
     loss = loop(100, "jvp(loss)/dot", start=200.0)
     micro = loop(4, "while/add", forward, loss, backward)
     assert layer_loops(timeline(micro)) == (forward, backward)
+
+
+def test_ticks_of_a_pipeline_are_three_loops():
+    """Other loops of the step come between them, also of the same length; a loop of one iteration is written out."""
+
+    def loop(count: int, seconds: float = 1.0) -> Loop:
+        return Loop("while", "jit(train_step)/while", 0.0, ((count, seconds, ()),))
+
+    fill, both, drain = loop(3), loop(8), loop(4)
+    step = timeline(loop(3, 0.1), fill, kernel(1.0), both, loop(2), drain, loop(8, 0.1))
+    assert tick_loops(step, 3, 8, 4) == (fill, both, drain)
+    assert tick_loops(step, 1, 8, 4) is None
+    assert tick_loops(step, 3, 9, 4) is None

@@ -157,3 +157,20 @@ def test_attention_that_no_kernel_computes_is_a_warning(printed):
     config = plans.CONFIG.changed({"model.compute_dtype": "float32"})
     print_estimate(config, figures.estimated_figures(config, "no compiler"))
     assert "\nwarning    attention uses no fused kernel: " in printed.getvalue()
+
+
+def test_ticks_of_a_pipeline_are_told_with_their_seconds_where_these_are_known(printed):
+    plan = plans.plan()
+    told = figures.figures(plan) | {"idle_flops": 100.0, "flops": 700.0}
+    assert told["pipeline"] is None
+    ticks = {"fill": 7, "both": 128, "drain": 8}
+    known = {"layers": 10, "slots": 16, "bubble": 0.0586, "ticks": ticks, "bytes_per_tick": 8 << 20, "tick_s": None}
+    print_plan(plan, told | {"pipeline": known})
+    text = printed.getvalue()
+    assert "7 fill the pipeline, 128 run both passes, 8 drain it; each sends 8.00 MiB on and as much back" in text
+    assert "10 layers, values of 16 micro-batches; waits for 5.9% of the time in which it works, and computes 12.5%" in text
+    print_plan(plan, told | {"pipeline": known | {"tick_s": {"fill": 0.06, "both": 0.2, "drain": 0.13}}})
+    assert (
+        "7 fill the pipeline (60 ms each), 128 run both passes (200 ms each), 8 drain it (130 ms each); "
+        in printed.getvalue()
+    )
