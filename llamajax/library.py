@@ -354,7 +354,8 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
         raise CheckpointError(f"{path}: has {which}; name the run_dir of a run, and a step of it")
     config = settings_of(Config, without_removed(meta["config"]))
     if mesh is not None:
-        config = config.changed({"mesh": MeshConfig(**mesh), "hardware.domains": (), "hardware.domain_bandwidth": None})
+        sizes: dict[str, Any] = dict(mesh)
+        config = config.changed({"mesh": MeshConfig(**sizes), "hardware.domains": (), "hardware.domain_bandwidth": None})
     if not jax.distributed.is_initialized():
         config = config.changed({"distributed.enabled": False})
     with _guest():

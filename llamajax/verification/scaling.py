@@ -101,11 +101,12 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
         accumulated = min(train.grad_accum_steps, 2 * scaled["pipeline"])
     num_layers, chunks = _scaled_layers(config, configured["pipeline"], scaled["pipeline"])
     per_device = _few(max(1, train.global_batch_size // train.grad_accum_steps // replicas), 2)
+    axes: dict[str, Any] = dict(scaled)
     return config.changed(
         _scaled_model(config.model, scaled_heads(config.model, configured, scaled), splits)
         | {key: "float32" for key, _, field in keys(Config) if DType in (field.type, *typing.get_args(field.type))}
         | {
-            "mesh": MeshConfig(**scaled, num_cpu_devices=math.prod(scaled.values())),
+            "mesh": MeshConfig(**axes, num_cpu_devices=math.prod(scaled.values())),
             "distributed": DistributedConfig(),
             "profile": ProfileConfig(),
             "model.attention_kernel": "plain",

@@ -60,7 +60,7 @@ def abstract(**options) -> TinyState:
     return concretise(jax.eval_shape(partial(init, **options), 0))
 
 
-def use_mesh(**sizes: int) -> None:
+def use_mesh(**sizes: Any) -> None:
     jax.set_mesh(mesh.make_mesh(MeshConfig(**sizes)))
 
 

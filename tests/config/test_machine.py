@@ -1,5 +1,7 @@
 """Tests of llamajax.config.machine."""
 
+from typing import Any
+
 import pytest
 
 from llamajax.config.domains import DomainConfig
@@ -9,7 +11,7 @@ from llamajax.config.run import Config
 from tests.tiny import tiny_config
 
 
-def run(nodes: tuple[int, ...], **axes: int) -> Config:
+def run(nodes: tuple[int, ...], **axes: Any) -> Config:
     domains = tuple(DomainConfig(name=f"domain{index}", network="roce", nodes=count) for index, count in enumerate(nodes))
     return tiny_config(mesh=MeshConfig(**axes), hardware=HardwareConfig(nodes=sum(nodes), domains=domains))
 

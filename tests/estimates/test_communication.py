@@ -15,7 +15,7 @@ from llamajax.estimates import communication, formulas
 MODEL = ModelConfig(vocab_size=1000, embed_dim=64, mlp_dim=256, num_layers=10, num_heads=8, num_kv_heads=2, head_dim=8)
 
 
-def least(mesh: dict[str, int], model: ModelConfig = MODEL, parallel: ParallelConfig | None = None, **train: Any) -> float:
+def least(mesh: dict[str, Any], model: ModelConfig = MODEL, parallel: ParallelConfig | None = None, **train: Any) -> float:
     config = Config(
         run_dir="run",
         model=model,

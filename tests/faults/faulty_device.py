@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from llamajax.planning.scheduling import Compilation
 from tests.faults.flips import Flip, flipped
 
@@ -19,7 +17,7 @@ from tests.faults.flips import Flip, flipped
 class FaultyStep:
     """The compiled step, whose result is spoilt after some of the steps."""
 
-    def __init__(self, step: jax.stages.Compiled, after: dict[int, Flip], *, once: bool) -> None:
+    def __init__(self, step: Any, after: dict[int, Flip], *, once: bool) -> None:
         self._step, self._after, self._once = step, dict(after), once
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:

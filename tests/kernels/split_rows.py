@@ -40,7 +40,7 @@ def results(
     kernel: AttentionKernel = "auto",
 ) -> dict[str, np.ndarray]:
     """Returns results by `NAMES`, of two rows with heads of four numbers, for random gradients of `out` and `lse`."""
-    sizes = {"data": data, "fsdp": fsdp, "sequence": sequence, "tensor": tensor}
+    sizes: dict[str, Any] = {"data": data, "fsdp": fsdp, "sequence": sequence, "tensor": tensor}
     jax.set_mesh(make_mesh(MeshConfig(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))]))
     order = zigzag(sequence, T) if form == "ring" else np.arange(T)
     rng, heads = np.random.default_rng(0), ("kv_heads", None, None)

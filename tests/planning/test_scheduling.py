@@ -168,7 +168,10 @@ def test_the_program_that_was_judged_is_the_one_that_trains(tmp_path, lowered, m
     assert (PROFILE in first.options) == helps
     again = scheduling.compile_here(resolve_here(with_xla(tmp_path)), made)
     assert len(compilations) == 3
-    assert (again.options, again.step.as_text()) == (first.options, first.step.as_text())
+    texts = [compiled.step.as_text() for compiled in (again, first) if isinstance(compiled.step, jax.stages.Compiled)]
+    assert again.options == first.options
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
 
 
 def test_the_program_that_trains_is_found_again_by_its_options(tmp_path, lowered, monkeypatch):

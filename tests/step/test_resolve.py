@@ -1,6 +1,7 @@
 """The resolution of `auto`: printed with its reason, the same for all callers, never against a setting."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.tiny import tiny_config
 ON_H100 = HardwareConfig(gpu="h100")
 
 
-def planned(hardware: HardwareConfig = ON_H100, **mesh: int) -> tuple[Config, dict[str, int]]:
+def planned(hardware: HardwareConfig = ON_H100, **mesh: Any) -> tuple[Config, dict[str, int]]:
     config = tiny_config(hardware=hardware, mesh=MeshConfig(**mesh))
     return config, config.mesh.axis_sizes(8)
 
@@ -140,7 +141,9 @@ def test_gradients_are_reduced_when_the_least_is_waited_for(mesh, changes, form,
 def test_a_planned_run_on_emulated_devices_is_not_held_to_the_planned_ones():
     """Their number and memory differ."""
     config = tiny_config(hardware=HardwareConfig(gpu="h100", nodes=4)).changed({"train.grad_accum_steps": 4})
-    run = resolve(config.changed({"model.mlp_dim": 2**26}), {"pipeline": 1, "data": 1, "fsdp": 8, "sequence": 1, "tensor": 1})
+    run = resolve(
+        config.changed({"model.mlp_dim": 2**26}), {"pipeline": 1, "data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
+    )
     assert run.config.parallel.grad_reduce == "step"
     assert "might not fit" not in " ".join(run.reasons.values())
 

@@ -1,6 +1,7 @@
 """Devices that differ are told, the steps computed again, and what comes back ends the run; by arrays of eight devices."""
 
 import socket
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ HOST = socket.gethostname()
 class Run:
     """Stands in for the loop: a state that is split over `fsdp`, and what is told of it."""
 
-    def __init__(self, every: int | None = 100, **axes: int) -> None:
+    def __init__(self, every: int | None = 100, **axes: Any) -> None:
         self.mesh = make_mesh(MeshConfig(**axes))
         jax.set_mesh(self.mesh)
         weights = np.arange(64, dtype=np.float32).reshape(8, 8)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def _environment(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
 
 
-def config(**mesh: int) -> Config:
+def config(**mesh: Any) -> Config:
     return tiny_config(mesh=MeshConfig(**mesh, num_cpu_devices=8), parallel=PLAIN)
 
 

@@ -39,7 +39,7 @@ def mesh(data: int = 1, fsdp: int = 1, sequence: int = 1, tensor: int = 1) -> di
     return dict(zip(AXES, (1, data, fsdp, sequence, tensor), strict=True))
 
 
-def large(axes: dict[str, int], model: ModelConfig = MODEL, **changed) -> Config:
+def large(axes: dict[str, Any], model: ModelConfig = MODEL, **changed) -> Config:
     config = tiny_config(
         model=model,
         data=DataConfig(sources=tiny_config().data.sources, seq_len=8192),
