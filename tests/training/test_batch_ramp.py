@@ -78,7 +78,10 @@ def test_every_step_has_its_batch_and_the_run_tells_so(unbroken):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 3, 5, 6))])
+@pytest.mark.parametrize(
+    "step",
+    [4, pytest.param(5, marks=pytest.mark.slow), *(pytest.param(step, marks=pytest.mark.long) for step in (1, 2, 3, 6))],
+)
 def test_a_run_goes_on_in_the_middle_of_a_phase_and_at_its_ends(unbroken, tmp_path, capsys, step):
     train.run(cut(unbroken, tmp_path / "run", step))
     assert read(tmp_path / "run") == read(unbroken.parent / "run")
@@ -192,7 +195,7 @@ def test_other_devices_and_longer_rows_take_over_in_every_phase(tmp_path):
         assert [own[key] for key in exact] == [other[key] for key in exact]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stages_of_a_pipeline_take_the_same_steps(unbroken, tmp_path):
     """Also with fewer micro-batches than stages."""
     config = load_config(unbroken, ["model.num_layers=2", f"run_dir={tmp_path / 'one'}"])
@@ -203,7 +206,7 @@ def test_stages_of_a_pipeline_take_the_same_steps(unbroken, tmp_path):
         assert own == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_go_through_the_phases_like_one(tmp_path):
     path = written(tmp_path)
     runs.finish(runs.start(path))
