@@ -140,11 +140,11 @@ class ParallelConfig(Section):
     scatters after. `ring` passes tokens and sums from device to device while devices multiply."""
 
     pipeline: PipelineForm = "auto"
-    """Order in which the stages of `mesh.pipeline` work. `1f1b`: each stage has consecutive layers. `interleaved`: each has
-    several chunks of layers, so that stages wait less at the start and end of a step, and send more often;
-    `train.grad_accum_steps` must be a multiple of the stages."""
+    """Order in which the stages of `mesh.pipeline` work. `1f1b`, which `auto` resolves to: each stage has consecutive
+    layers. `interleaved`: each has several chunks of layers, so that stages wait less at the start and end of a step, and
+    send more often; `train.grad_accum_steps` must be a multiple of the stages."""
     pipeline_chunks: PositiveIntOrUnset = None
-    """`interleaved`: chunks of layers per stage; unset: chosen."""
+    """`interleaved`: chunks of layers per stage; unset: the fewest that divide the layers evenly."""
     pipeline_head: HeadForm = "auto"
     """Stages that compute head and loss. `shared`: all stages, each for its share of the tokens, which the last stage sends.
     `last`: the last stage, while the others wait."""

@@ -9,6 +9,8 @@ from llamajax.config.training import TrainConfig
 
 EMPTY = -1
 """Index of the layer in an empty slot."""
+LEAST_CHUNKS = 2
+"""Fewest chunks of a stage with `parallel.pipeline: interleaved`."""
 
 
 def layers_of_stages(num_layers: int, stages: int, chunks: int, counts: Sequence[int] = ()) -> list[list[list[int]]]:
@@ -45,7 +47,7 @@ def pipeline_problems(
     stages, layers, m = axes["pipeline"], model.num_layers, train.grad_accum_steps
     if stages == 1:
         return
-    chunks = parallel.pipeline_chunks or 1
+    chunks = parallel.pipeline_chunks or (LEAST_CHUNKS if parallel.pipeline == "interleaved" else 1)
     if parallel.zero != 1:
         ticks = m + stages - 1
         yield (
@@ -56,8 +58,9 @@ def pipeline_problems(
     if parallel.stack not in ("auto", "unrolled"):
         yield f"parallel.stack: {parallel.stack} is not a form of a stage's layers; set auto or unrolled with mesh.pipeline"
     if stages * chunks > layers:
-        of_each = f" x parallel.pipeline_chunks={chunks}" if chunks > 1 else ""
-        yield f"mesh.pipeline: {stages}{of_each} needs as many layers, and model.num_layers={layers}; set fewer stages"
+        of_each = f" x {chunks} chunks per stage" if chunks > 1 else ""
+        remedy = "set fewer stages, or 1f1b" if chunks > 1 else "set fewer stages"
+        yield f"mesh.pipeline: {stages} stages{of_each} need as many layers, and model.num_layers={layers}; {remedy}"
         return
     if counts and (len(counts), sum(counts)) != (stages, layers):
         yield (

@@ -1,75 +1,41 @@
-"""Resolves `parallel.pipeline`, `pipeline_chunks` and `pipeline_head` by arithmetic, and says why."""
+"""Resolves `parallel.pipeline`, `pipeline_chunks` and `pipeline_head`, and says why."""
 
-import dataclasses
 from collections.abc import Mapping
 
 from llamajax.config.parallel import HeadForm, PipelineForm
 from llamajax.config.run import Config
-from llamajax.config.stages import pipeline_problems
-from llamajax.estimates.formulas import DTYPE_BYTES, computed_model, layer_matrices, layer_matrix_bytes
+from llamajax.config.stages import LEAST_CHUNKS
+from llamajax.estimates.formulas import DTYPE_BYTES
 from llamajax.estimates.gpus import Gpu
 
 _OWN_PROGRAMS = "each stage of mesh.stages runs its own programs"
 
 
-def pipeline_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple[PipelineForm, int | None, str]:
+def pipeline_form(config: Config, axes: Mapping[str, int]) -> tuple[PipelineForm, int | None, str]:
     """Returns the order in which stages work, the chunks of each stage, and the reason in one line.
 
-    Chunks cut the ticks that fill and drain the pipeline, when a stage waits, to a part of them. But a stage then reads
-    another chunk's weights in every tick, so XLA copies them and the sums of their gradients.
+    Chunks cut the ticks that fill and drain the pipeline to a part of them. But a stage then reads another chunk's weights
+    in every tick, so XLA copies them and the sums of their gradients, and the short passes hide less communication. So far that
+    costs more in every plan (LOG.md), so a run has chunks only where its user asks for them.
     """
-    parallel, stages, m = config.parallel, axes["pipeline"], config.train.grad_accum_steps
+    parallel, stages = config.parallel, axes["pipeline"]
     if config.mesh.stages:
         return "1f1b", 1, f"{_OWN_PROGRAMS}; a plan counts the longest stage for all"
     if stages == 1:
         given: PipelineForm = "1f1b" if parallel.pipeline == "auto" else parallel.pipeline
         return given, parallel.pipeline_chunks, "there is one stage"
+    if parallel.pipeline == "interleaved":
+        layers, chunks = config.model.num_layers, parallel.pipeline_chunks
+        even = (n for n in range(LEAST_CHUNKS, layers // stages + 1) if layers % (stages * n) == 0)
+        return "interleaved", chunks or next(even, LEAST_CHUNKS), "parallel.pipeline says so"
     if parallel.pipeline == "1f1b":
         return "1f1b", 1, "parallel.pipeline says so"
-    possible = [n for n in range(2, config.model.num_layers // stages + 1) if _can_have(config, axes, n)]
-    asked = possible if parallel.pipeline_chunks in (None, 1) else [parallel.pipeline_chunks]
-    if parallel.pipeline == "interleaved":
-        if gpu is None:
-            return "interleaved", asked[0], "parallel.pipeline says so"
-        best = min(asked, key=lambda n: _waiting_seconds(config, axes, gpu, n))
-        return "interleaved", best, f"parallel.pipeline says so; {_told(config, axes, gpu, best, 1)}"
-    if gpu is None:
-        return "1f1b", 1, "no GPU is named"
-    if m % stages:
-        return "1f1b", 1, f"{m} micro-batches are no multiple of {stages} stages"
-    if not possible:
-        return "1f1b", 1, f"{config.model.num_layers} layers form no chunks on {stages} stages"
-    best = min((1, *asked), key=lambda n: _waiting_seconds(config, axes, gpu, n))
-    other = 1 if best > 1 else min(asked, key=lambda n: _waiting_seconds(config, axes, gpu, n))
-    return "interleaved" if best > 1 else "1f1b", best, _told(config, axes, gpu, best, other)
-
-
-def _can_have(config: Config, axes: Mapping[str, int], chunks: int) -> bool:
-    """Returns whether each stage can have this many chunks of equally many layers."""
-    parallel = dataclasses.replace(config.parallel, pipeline="interleaved", pipeline_chunks=chunks)
-    is_even = config.model.num_layers % (axes["pipeline"] * chunks) == 0
-    return is_even and not list(pipeline_problems(config.model, parallel, config.train, axes))
-
-
-def _told(config: Config, axes: Mapping[str, int], gpu: Gpu, *chunks: int) -> str:
-    waits = (f"{_waiting_seconds(config, axes, gpu, n):.2g} s with {n} chunk{'s' * (n > 1)} per stage" for n in chunks)
-    return f"stages wait or copy for {', '.join(waits)}"
-
-
-def _waiting_seconds(config: Config, axes: Mapping[str, int], gpu: Gpu, chunks: int) -> float:
-    """Returns the seconds per step in which a stage waits for others, or copies weights and sums of gradients."""
-    stages, m = axes["pipeline"], config.train.grad_accum_steps
-    model, layers = computed_model(config.model, axes), config.model.num_layers / stages
-    tokens = config.rows_per_device(axes) * config.data.seq_len / axes["sequence"]
-    again = 8 if model.remat == "full" else 6
-    unit_s = again * tokens * layers * sum(layer_matrices(model).values()) / axes["tensor"] / gpu.peak_flops / chunks
-    copied = 0.0
-    if chunks > 1:
-        # Read and written: the weights of both passes; read, added to and written: the sums.
-        weights = layer_matrix_bytes(config.model, axes) * layers / chunks
-        sums = weights / DTYPE_BYTES[model.compute_dtype] * DTYPE_BYTES[config.train.grad_accum_dtype]
-        copied = (4 * weights + 4 * sums) / gpu.memory_bandwidth
-    return (stages - 1) * unit_s + (m * chunks + stages - 1) * copied
+    m = config.train.grad_accum_steps
+    return (
+        "1f1b",
+        1,
+        f"{stages - 1} of {m + stages - 1} ticks fill or drain; interleaved chunks cut these, and copy more in all",
+    )
 
 
 def head_form(config: Config, axes: Mapping[str, int], gpu: Gpu | None) -> tuple[HeadForm, str]:

@@ -79,7 +79,7 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         "tensor": tensor_form(config, mesh),
     }
     config = _in_forms(config, **{setting: form for setting, (form, _) in chosen.items()})
-    order, chunks, why = pipeline_form(config, mesh, gpu)
+    order, chunks, why = pipeline_form(config, mesh)
     chosen["pipeline"], chosen["pipeline_head"] = (order, why), head_form(config, mesh, gpu)
     config = _in_forms(config, pipeline=order, pipeline_chunks=chunks, pipeline_head=chosen["pipeline_head"][0])
     chosen["grad_reduce"] = reduction_form(config, mesh, budget)

@@ -1,6 +1,7 @@
 """The ramp of the global batch: the sizes that Megatron-LM takes, and positions that are the sums of all sizes before."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,13 @@ def test_a_ramp_that_cannot_be_is_refused_with_what_helps(ramp, message):
 
 
 def test_every_batch_of_an_interleaved_pipeline_has_a_micro_batch_for_each_stage():
-    interleaved = {"parallel.zero": 1, "parallel.pipeline": "interleaved", "mesh.pipeline": 2, "mesh.data": 4}
+    interleaved: dict[str, Any] = {
+        "parallel.zero": 1,
+        "parallel.pipeline": "interleaved",
+        "mesh.pipeline": 2,
+        "mesh.data": 4,
+    }
+    interleaved["model.num_layers"] = 4
     run = train(BatchRampConfig(start=8, increment=8, sequences=100), 32, grad_accum_steps=8)
     config = tiny_config(train=run, mesh=MeshConfig()).changed(interleaved)
     assert config.placement_problems(8) == []

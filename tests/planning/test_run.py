@@ -91,7 +91,7 @@ def test_of_a_run_with_a_ramp_the_full_batch_is_planned(planned, tmp_path, capsy
 
 @pytest.mark.parametrize(("chunks", "waits"), [(1, 3), (3, 1)])
 def test_small_batches_of_a_pipeline_wait_more(chunks, waits):
-    """Of 2, 4, 6 and 8 micro-batches on 4 stages; the first and the third cannot be interleaved."""
+    """The ramp has 2, 4, 6 and 8 micro-batches on 4 stages; the first and the third cannot be interleaved."""
     ramp = BatchRampConfig(start=8, increment=8, sequences=96)
     mesh = {"mesh.data": 1, "hardware.nodes": 2}
     config = plans.CONFIG.changed({"train.global_batch_ramp": ramp, "train.grad_accum_steps": 8, **mesh})

@@ -22,7 +22,7 @@ EACH = ("mesh.data", "mesh.fsdp", "mesh.sequence", "mesh.tensor")
 
 
 class Kept:
-    """What a stage keeps of a micro-batch."""
+    """Values that a stage keeps for the backward pass of a micro-batch."""
 
     def __init__(self, stage: int, index: int):
         self.stage, self.index = stage, index

@@ -23,7 +23,7 @@ from tests.training.test_rollback import first_rows, start
 from tests.training.test_stages import read, records_of
 
 SIZES = [8, 8, 8, 16, 16, 24, 24]
-"""Of each step: 8 rows more after every half of the first 48."""
+"""Batch size of each step: 8 rows more after every half of the first 48."""
 FIRST_ROWS = [sum(SIZES[:step]) for step in range(len(SIZES) + 1)]
 RAMP = BatchRampConfig(start=8, increment=8, sequences=48)
 PHASES = [(1, 0, 8), (2, 3, 16), (3, 5, 24)]
@@ -125,7 +125,7 @@ def test_another_ramp_is_refused_where_rows_would_be_skipped_or_repeated(unbroke
 
 
 def test_a_ramp_that_leaves_the_rows_so_far_alone_may_be_allowed(unbroken):
-    """Of a run in its first phase, where the ramp may still become slower, or begin."""
+    """A run in its first phase may still take a slower ramp, or begin one."""
     config = load_config(unbroken)
     slower = config.changed({"train.global_batch_ramp.sequences": 96})
     with pytest.raises(CheckpointError, match=r"\(train.global_batch_ramp.sequences: 48 -> 96\); choose another run_dir"):
@@ -165,7 +165,7 @@ def test_a_run_killed_around_boundaries_ends_like_the_unbroken_one(tmp_path):
     runs.finish(runs.start(path))
     for at_least in (2, 3, 5):
         process = runs.start(path, f"--run_dir={run_dir}")
-        runs.wait_until(lambda: runs.steps_on_record(run_dir) >= at_least, [process])  # noqa: B023  (used at once)
+        runs.wait_until(lambda at_least=at_least: runs.steps_on_record(run_dir) >= at_least, [process])
         process.kill()
         process.communicate()
     runs.finish(runs.start(path, f"--run_dir={run_dir}"))
@@ -183,7 +183,7 @@ def test_other_devices_and_longer_rows_take_over_in_every_phase(tmp_path):
     runs.finish(runs.start(path))
     for step, devices in ((2, 8), (4, 4), (6, 2)):
         process = runs.start(path, f"--run_dir={run_dir}", f"--mesh.num_cpu_devices={devices}")
-        runs.wait_until(lambda: step in runs.committed_steps(run_dir), [process])  # noqa: B023  (used at once)
+        runs.wait_until(lambda step=step: step in runs.committed_steps(run_dir), [process])
         process.kill()
         output, _ = process.communicate()
         assert ("elastic    " in output) == (devices < 8)
