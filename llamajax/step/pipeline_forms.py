@@ -15,8 +15,8 @@ def pipeline_form(config: Config, axes: Mapping[str, int]) -> tuple[PipelineForm
     """Returns the order in which stages work, the chunks of each stage, and the reason in one line.
 
     Chunks cut the ticks that fill and drain the pipeline to a part of them. But a stage then reads another chunk's weights
-    in every tick, so XLA copies them and the sums of their gradients, and the short passes hide less communication. So far that
-    costs more in every plan (LOG.md), so a run has chunks only where its user asks for them.
+    in every tick, so XLA copies them and the sums of their gradients, and the short passes hide less communication. So far
+    that costs more in every plan (LOG.md), so a run has chunks only where its user asks for them.
     """
     parallel, stages = config.parallel, axes["pipeline"]
     if config.mesh.stages:
