@@ -72,6 +72,7 @@ def pipeline_problems(
         setting = "pipeline" if parallel.pipeline == "interleaved" else "pipeline_head"
         value = getattr(parallel, setting)
         yield f"parallel.{setting}: {value} needs one program of all stages, and with mesh.stages each has its own; set auto"
+        return
     if parallel.pipeline == "interleaved" and m % stages:
         nearest = max(1, round(m / stages)) * stages
         yield (
