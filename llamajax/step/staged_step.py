@@ -67,7 +67,7 @@ class StagedStep:
     begin: Program
     """Weights, and zeros for gradients and sums, on the whole mesh; see `_begin`."""
     end: jax.stages.Compiled
-    """The next state and metrics; see `_end`."""
+    """The next state and metrics; see `finish_step`."""
     total: Total
     """Shapes of gradients and sums on the whole mesh."""
     activations: Sequence[Any]
@@ -110,13 +110,33 @@ class StagedStep:
         return totals
 
 
-def compile_staged(run: ResolvedRun, state: TrainState) -> tuple[StagedStep, dict[str, Option]]:
+def finish_step(config: Config, state: TrainState, total: Total) -> tuple[TrainState, Metrics]:
+    """Returns the results of `train_step` from the gradients and sums of all stages."""
+    metrics, grads = reduced(config, state.model, total)
+    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
+    return state, metrics | update_metrics
+
+
+def reduced(config: Config, model: Llama, total: Total) -> tuple[Metrics, Llama]:
+    """Returns the results of `loss_and_grads` from the gradients and sums of all stages."""
+    grads, sums = total
+    return end(begin(config, model), grads, jax.tree.map(jnp.sum, sums))
+
+
+def compile_staged(
+    run: ResolvedRun,
+    state: TrainState,
+    finish: Callable[[Config, TrainState, Total], Any] = finish_step,
+    compile_program: Callable[[jax.stages.Lowered, dict[str, Option]], Any] = compile_with,
+) -> tuple[StagedStep, dict[str, Option]]:
     """Compiles the step of a run with `mesh.stages` on the current mesh, in each process the programs of its own stages. All
     processes call this together.
 
     Args:
         run: the run.
         state: its `abstract_state`.
+        finish: results of the step from its state, and gradients and sums of all stages; the state is donated.
+        compile_program: makes a program of a lowered one and options for the compiler.
 
     Returns:
         The step, and the options that the compiler received for programs of stages.
@@ -131,7 +151,7 @@ def compile_staged(run: ResolvedRun, state: TrainState) -> tuple[StagedStep, dic
     model: Llama = state.model
     traced = jax.jit(partial(_begin, config)).trace(model)
     weights, total = concretise(traced.out_info)
-    ends = jax.jit(partial(_end, config), donate_argnums=0).lower(state, total)
+    ends = jax.jit(partial(finish, config), donate_argnums=0).lower(state, total)
     layers = [[layer for layer in slots if layer != EMPTY] for (slots,) in _table(config)]
     stages, activations = [], []
     for number, mesh in enumerate(meshes):
@@ -140,14 +160,16 @@ def compile_staged(run: ResolvedRun, state: TrainState) -> tuple[StagedStep, dic
         like = activations[-1] if activations else None
         came = jax.tree.map(partial(on_stage, mesh=mesh), like)
         with jax.set_mesh(mesh):
-            programs, after = _compile_stage(stage, own, came, total, number == len(meshes) - 1, own_options)
+            programs, after = _compile_stage(
+                stage, own, came, total, number == len(meshes) - 1, lambda lowered: compile_program(lowered, own_options)
+            )
         stages.append(programs)
         activations.append(after)
     step = StagedStep(
         meshes=meshes,
         stages=stages,
-        begin=compile_with(traced.lower(), options),
-        end=compile_with(ends, options),
+        begin=compile_program(traced.lower(), options),
+        end=compile_program(ends, options),
         total=total,
         activations=activations,
         order=order_1f1b(len(meshes), config.train.grad_accum_steps),
@@ -156,7 +178,12 @@ def compile_staged(run: ResolvedRun, state: TrainState) -> tuple[StagedStep, dic
 
 
 def _compile_stage(
-    stage: Stage, own: tuple[Weights, Batch], came: Any, total: Total, is_last: bool, options: dict[str, Option]
+    stage: Stage,
+    own: tuple[Weights, Batch],
+    came: Any,
+    total: Total,
+    is_last: bool,
+    compile_program: Callable[[jax.stages.Lowered], Any],
 ) -> tuple[StagePrograms, Any]:
     """Compiles a stage's programs for the current mesh, if this process has devices of it.
 
@@ -166,7 +193,7 @@ def _compile_stage(
         came: activations of the previous stage, None for the first one.
         total: gradients and sums on the whole mesh.
         is_last: whether no stage follows.
-        options: options for the compiler.
+        compile_program: makes a program of a lowered one.
 
     Returns:
         The programs, and the activations after the stage.
@@ -179,9 +206,9 @@ def _compile_stage(
         return StagePrograms(None, None), after
     if is_last:
         both = jax.jit(stage.both, donate_argnums=4).lower(*own, index, came, total)
-        return StagePrograms(None, compile_with(both, options)), after
+        return StagePrograms(None, compile_program(both)), after
     backward = jax.jit(stage.backward, donate_argnums=5).lower(*own, index, kept, after, total)
-    return StagePrograms(compile_with(forward.lower(), options), compile_with(backward, options)), after
+    return StagePrograms(compile_program(forward.lower()), compile_program(backward)), after
 
 
 def _begin(config: Config, model: Llama) -> tuple[Weights, Total]:
@@ -191,14 +218,6 @@ def _begin(config: Config, model: Llama) -> tuple[Weights, Total]:
     stages = len(config.mesh.stages)
     sums = jax.tree.map(lambda x: jnp.zeros(stages, x.dtype, out_sharding=P(STAGE)), sums)
     return PreparedWeights(combine(prepared.own, prepared.fixed), prepared.copies), (grads, sums)
-
-
-def _end(config: Config, state: TrainState, total: Total) -> tuple[TrainState, Metrics]:
-    """Returns the results of `train_step` from the gradients and sums of all stages."""
-    grads, sums = total
-    metrics, grads = end(begin(config, state.model), grads, jax.tree.map(jnp.sum, sums))
-    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
-    return state, metrics | update_metrics
 
 
 def _table(config: Config) -> list[list[list[int]]]:

@@ -15,6 +15,8 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.step.batch import FIELDS, Batch, batch_sharding
 from llamajax.step.optim import moments
 from llamajax.step.resolve import ResolvedRun, resolve
+from llamajax.step.stage import Total
+from llamajax.step.staged_step import compile_staged, reduced
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.step.step import apply_gradients, loss_and_grads
 from llamajax.verification.rows import make_rows
@@ -63,7 +65,10 @@ class Side:
 
 # Fast code for five steps of a tiny model is not worth its compilation. The command sets the same for all programs of its
 # process; a caller of the library keeps its own flags.
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+_QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=_QUICKLY)
 def step_with_gradients(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], Any]:
     """Runs `llamajax.step.step.train_step` and also returns the gradients."""
     metrics, grads = loss_and_grads(run, state.model, batch)
@@ -71,13 +76,29 @@ def step_with_gradients(run: ResolvedRun, state: TrainState, batch: Batch) -> tu
     return state, metrics | update_metrics, grads
 
 
+def _staged_step(run: ResolvedRun) -> Callable[[TrainState, Batch], Any]:
+    state = abstract_state(run.config)
+    return compile_staged(run, state, _staged_results, lambda lowered, _: lowered.compile(compiler_options=_QUICKLY))[0]
+
+
+def _staged_results(config: Config, state: TrainState, total: Total) -> tuple[TrainState, dict[str, jax.Array], Any]:
+    metrics, grads = reduced(config, state.model, total)
+    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
+    return state, metrics | update_metrics, grads
+
+
 def program(config: Config) -> str:
-    """Returns the program that `run_side` compiles for a step; forms that make no difference on a mesh have the same one."""
+    """Returns the programs that `run_side` compiles for a step; forms without a difference on a mesh have the same ones."""
     mesh = _mesh(config.mesh)
     jax.set_mesh(mesh)
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
-    return step_with_gradients.lower(resolve(config, mesh.shape), abstract_state(config), batch).as_text()
+    run, state = resolve(config, mesh.shape), abstract_state(config)
+    if not config.mesh.stages:
+        return step_with_gradients.lower(run, state, batch).as_text()
+    texts = list[str]()
+    compile_staged(run, state, _staged_results, lambda lowered, _: texts.append(lowered.as_text()))
+    return "\n".join(texts)
 
 
 def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Side:
@@ -102,9 +123,12 @@ def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Si
     doing("making the state")
     run, state = resolve(config, mesh.shape), init_state(config)
     steps = [Step({}, kept(state))]
+    doing("compiling")
+    do_step = _staged_step(run) if config.mesh.stages else functools.partial(step_with_gradients, run)
     for step in range(1, num_steps + 1):
-        doing("compiling" if step == 1 else f"step {step} of {num_steps}")
-        state, metrics, grads = step_with_gradients(run, state, make_rows(config, step))
+        if step > 1:
+            doing(f"step {step} of {num_steps}")
+        state, metrics, grads = do_step(state, make_rows(config, step))
         scalars = {name: float(metrics[metric]) for name, metric in _SCALARS.items()}
         steps.append(Step(scalars, {"gradient": seen(grads)} | kept(state)))
     return Side(dict(mesh.shape), config.train.grad_accum_steps, tuple(steps))

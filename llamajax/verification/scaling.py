@@ -100,20 +100,21 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
     if scaled["pipeline"] > 1:  # enough to fill the stages, and whole rounds of them
         accumulated = min(train.grad_accum_steps, 2 * scaled["pipeline"])
     num_layers, chunks = _scaled_layers(config, configured["pipeline"], scaled["pipeline"])
+    stages = _scaled_stages(config.mesh.stages, scaled["pipeline"])
     per_device = _few(max(1, train.global_batch_size // train.grad_accum_steps // replicas), 2)
     axes: dict[str, Any] = dict(scaled)
     return config.changed(
         _scaled_model(config.model, scaled_heads(config.model, configured, scaled), splits)
         | {key: "float32" for key, _, field in keys(Config) if DType in (field.type, *typing.get_args(field.type))}
         | {
-            "mesh": MeshConfig(**axes, num_cpu_devices=math.prod(scaled.values())),
+            "mesh": MeshConfig(**axes, stages=stages, num_cpu_devices=math.prod(scaled.values())),
             "distributed": DistributedConfig(),
             "profile": ProfileConfig(),
             "model.attention_kernel": "plain",
             "model.matmul_dtype": "float8_unrounded" if config.model.float8_weights else "compute_dtype",
             "model.sliding_window": _scaled_window(config.model, config.data, configured, scaled, seq_len),
             "model.layer_types": tuple(dict.fromkeys(config.model.layer_types)),
-            "model.num_layers": num_layers,
+            "model.num_layers": sum(stages) or num_layers,
             "parallel.pipeline_chunks": chunks,
             "data.seq_len": seq_len,
             "train.num_steps": NUM_STEPS,
@@ -224,3 +225,8 @@ def _scaled_window(
         return window
     of_part = window * num_parts("seq", configured) / data.seq_len
     return max(1 + (window > 1), min(seq_len - 1, round(of_part * seq_len / num_parts("seq", scaled))))
+
+
+def _scaled_stages(counts: Sequence[int], scaled_stages: int) -> tuple[int, ...]:
+    """Returns the layers of the stages with own programs: two in each, and one in the last if the configured ones differ."""
+    return (2,) * (scaled_stages - 1) + (2 - (len(set(counts)) > 1),) if counts else ()

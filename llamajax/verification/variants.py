@@ -80,12 +80,19 @@ def plainer(config: Config) -> Iterator[tuple[str, Any, Config]]:
     that make a difference and that all rules allow."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     settings: list[tuple[str, Any]] = [(join("mesh", axis), 1) for axis, size in sizes.items() if size > 1]
+    settings += [("mesh.stages", ())]
     settings += [(join("parallel", field.name), getattr(PLAIN, field.name)) for field in dataclasses.fields(PLAIN)]
     settings += [("train.grad_accum_steps", 1), ("model.remat", "none")]
     for key, value in settings:
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) == value:
             continue
-        rest = sizes | {name: value} if section == "mesh" else sizes
-        mesh = MeshConfig(**rest, num_cpu_devices=math.prod(rest.values()))
-        yield from ((key, value, own) for own in _allowed(config, {"mesh": mesh} if section == "mesh" else {key: value}))
+        changed = {"mesh": _changed_mesh(config.mesh, name, value)} if section == "mesh" else {key: value}
+        yield from ((key, value, own) for own in _allowed(config, changed))
+
+
+def _changed_mesh(mesh: MeshConfig, name: str, value: Any) -> MeshConfig:
+    """Returns the mesh with another value of one setting, and as many devices as it then has."""
+    stages = () if name == "pipeline" else mesh.stages
+    changed = dataclasses.replace(mesh, **{"stages": stages, "num_cpu_devices": None, name: value})
+    return dataclasses.replace(changed, num_cpu_devices=math.prod(getattr(changed, axis) for axis in AXES))

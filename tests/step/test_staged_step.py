@@ -132,8 +132,13 @@ def test_gradients_equal_those_of_one_device():
             {"model.layer_types": ("sliding_attention", "full_attention"), "model.sliding_window": 4},
         ),
         ((1, 2), {"mesh.fsdp": 2}, {"train.grad_accum_steps": 1, "train.frozen": ("embedding", "layers.mlp.")}),
+        (
+            (1, 2),
+            {"mesh.fsdp": 2, "mesh.tensor": 2},
+            {"train.grad_accum_steps": 2, "model.matmul_dtype": "float8_unrounded"},
+        ),
     ],
-    ids=["3+5, fsdp, tensor", "1+2+3+2, fsdp", "tied", "sequence in a ring, over data", "windows", "frozen"],
+    ids=["3+5, fsdp, tensor", "1+2+3+2, fsdp", "tied", "sequence in a ring, over data", "windows", "frozen", "float8"],
 )
 def test_gradients_of_every_form_equal_those_of_one_device(counts, axes, changes):
     check(counts, axes, **changes)

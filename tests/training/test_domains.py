@@ -13,6 +13,7 @@ FORM = (
     "--mesh={pipeline: 2, data: 2, num_cpu_devices: 1}", "--parallel.zero=1", "--hardware.nodes=2",
     f"--hardware.domains={DOMAINS}", "--checkpoint.save_every=1000",
 )  # fmt: skip
+STAGED = (*FORM, "--mesh.stages=[2, 1]", "--model.num_layers=3", "--train.grad_accum_steps=2")
 
 
 @pytest.fixture
@@ -20,13 +21,13 @@ def config(tmp_path):
     return runs.write_config(tmp_path, num_steps=3, eval_every=None, eval_batches=0)
 
 
-def start(config, run_dir, domains: list[str]) -> list["subprocess.Popen[str]"]:
+def start(config, run_dir, domains: list[str], form: tuple[str, ...] = FORM) -> list["subprocess.Popen[str]"]:
     """Starts a process in each domain."""
     together = ["--distributed.enabled=true", f"--distributed.num_processes={len(domains)}"]
     together.append(f"--distributed.coordinator_address={runs.free_address()}")
     return [
         subprocess.Popen(
-            runs.command(config, *FORM, f"--run_dir={run_dir}", *together, f"--distributed.process_id={rank}"),
+            runs.command(config, *form, f"--run_dir={run_dir}", *together, f"--distributed.process_id={rank}"),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"LLAMAJAX_DOMAIN": domain},
         )
         for rank, domain in enumerate(domains)
@@ -34,10 +35,11 @@ def start(config, run_dir, domains: list[str]) -> list["subprocess.Popen[str]"]:
 
 
 @pytest.mark.slow
-def test_processes_of_two_domains_in_any_order_train_as_one_process(config, tmp_path):
-    alone = runs.command(config, *FORM, "--mesh.num_cpu_devices=4", f"--run_dir={tmp_path / 'alone'}")
+@pytest.mark.parametrize("form", [FORM, STAGED], ids=["one program", "programs of stages"])
+def test_processes_of_two_domains_in_any_order_train_as_one_process(config, tmp_path, form):
+    alone = runs.command(config, *form, "--mesh.num_cpu_devices=4", f"--run_dir={tmp_path / 'alone'}")
     subprocess.run(alone, check=True, timeout=600, capture_output=True)
-    for process in start(config, tmp_path / "together", ["roce", "ib", "ib", "roce"]):
+    for process in start(config, tmp_path / "together", ["roce", "ib", "ib", "roce"], form):
         runs.finish(process)
     losses = [[float.fromhex(loss) for loss in runs.losses(tmp_path / name).values()] for name in ("alone", "together")]
     assert len(losses[0]) == 3

@@ -1,11 +1,13 @@
 """Real faults, put into the parallel code: each is found, and told by its pattern."""
 
 import functools
+from unittest import mock
 
 import pytest
 
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.config.run import Config
+from llamajax.step import stage
 from llamajax.verification.diagnosis import clues
 from llamajax.verification.differences import first_difference
 from llamajax.verification.reference_run import Side, run_side
@@ -103,3 +105,18 @@ def test_trials_lead_to_the_setting_that_the_fault_needs():
     assert first.kind == "loss"
     assert {trial.key for trial in trials} >= {"mesh.fsdp", "mesh.sequence", "mesh.tensor", "train.grad_accum_steps"}
     assert {trial.key for trial in trials if trial.cured} == {"train.grad_accum_steps"}
+
+
+@pytest.mark.slow
+def test_programs_of_stages_are_verified_and_a_fault_in_them_is_found():
+    axes = {"pipeline": 2, "data": 1, "fsdp": 2, "sequence": 1, "tensor": 2}
+    changes = {"model.num_layers": 8, "mesh.stages": (5, 3), "train.grad_accum_steps": 4, "parallel.zero": 1}
+    changes |= {f"mesh.{axis}": size for axis, size in axes.items()} | {"mesh.num_cpu_devices": 8}
+    config = scale_down(tiny_config().changed(changes), axes, axes)
+    assert config.mesh.stages == (2, 1)
+    one = run(on_one_device(config), 2)
+    assert first_difference(run(config, 2), one) is None
+    with mock.patch.object(stage, "add_gradients", lambda total, added: added):
+        lost = first_difference(run(config, 1), one)
+    assert lost is not None
+    assert (lost.step, lost.kind) == (1, "gradient")

@@ -202,6 +202,18 @@ def test_layers_that_take_turns_do_so_in_the_fewest():
     assert scale_down(config, axes, axes).model.windows == (16, None)
 
 
+@pytest.mark.parametrize(
+    ("counts", "scaled_stages", "expected"),
+    [((26, 22), 2, (2, 1)), ((24, 24), 2, (2, 2)), ((5, 7, 7, 5), 4, (2, 2, 2, 1))],
+)
+def test_stages_with_own_programs_keep_them(counts, scaled_stages, expected):
+    axes = mesh(fsdp=2) | {"pipeline": len(counts)}
+    changed = {"model.num_layers": sum(counts), "parallel.zero": 1, "mesh": MeshConfig(**axes, stages=counts)}
+    config = large(mesh(fsdp=8)).changed(changed)
+    small = scale_down(config, axes, axes | {"pipeline": scaled_stages})
+    assert (small.mesh.stages, small.model.num_layers) == (expected, sum(expected))
+
+
 def test_the_number_of_devices_is_found_where_it_stands():
     run = large(mesh(fsdp=4)).changed
     assert configured_axes(run({})) == mesh(fsdp=4)

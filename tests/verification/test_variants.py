@@ -38,6 +38,15 @@ def test_each_plainer_run_has_one_setting_less():
     assert auto["parallel.stack"].parallel.stack == PLAIN.stack
 
 
+def test_stages_with_own_programs_are_one_of_the_settings_to_try():
+    changes = {"mesh.pipeline": 2, "mesh.stages": (1, 2), "mesh.num_cpu_devices": 16, "model.num_layers": 3}
+    form = dataclasses.replace(PLAIN, zero=1, stack="unrolled", grad_reduce="step")
+    found = {key: own.mesh for key, _, own in plainer(tiny_config(parallel=form, mesh=MESH).changed(changes))}
+    assert (found["mesh.stages"].stages, found["mesh.stages"].pipeline) == ((), 2)
+    assert found["mesh.pipeline"] == MESH
+    assert (found["mesh.tensor"].stages, found["mesh.tensor"].num_cpu_devices) == ((1, 2), 8)
+
+
 def test_what_cures_is_suspected_and_all_is_where_nothing_does():
     trials = [Trial("mesh.fsdp", 1, False), Trial("mesh.tensor", 1, True), Trial("train.grad_accum_steps", 1, True)]
     assert suspects(side(), trials) == {"tensor": 4, "micro-batches": 2}
