@@ -93,8 +93,9 @@ def accumulate(
         for turn in range(num_slots):
             if 0 < turn < num_slots - 1:
                 x, dx = jax.lax.optimization_barrier((x, dx))
-            # The last two forward passes share a turn, so that the last backward pass hides the permute after them.
-            while len(own) < min(num_slots, turn + 1 + (turn >= num_slots - 2)):
+            # Forward passes are one layer ahead: two of them hide the permute before the first backward pass, and the last
+            # backward pass hides the permute after them.
+            while len(own) < min(num_slots, turn + 2):
                 x, of_layer = forward(len(own), x)
                 own.append(jax.tree.leaves(of_layer))
             dx, grads = backward(num_slots - 1 - turn, dx, grads)
