@@ -312,9 +312,10 @@ def _print_money(told: Figures) -> None:
 def print_ramp(config: Config, told: Figures) -> None:
     """Prints a line about `train.global_batch_ramp` of the run `config`, if it has one."""
     if (ramp := told["ramp"]) is not None:
+        waits = ", and stages wait for each other in each" if told["pipeline"] is not None else ""
         log(
             f"ramp       {config.ramp_arithmetic()}, which take {format_duration(24 * 3600 * ramp['days'])} if a step takes"
-            f" time in proportion to its micro-batches; with it, all tokens take {ramp['budget_days']:,.1f} days"
+            f" time in proportion to its micro-batches{waits}; with it, all tokens take {ramp['budget_days']:,.1f} days"
         )
 
 
