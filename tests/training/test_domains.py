@@ -34,8 +34,11 @@ def start(config, run_dir, domains: list[str], form: tuple[str, ...] = FORM) -> 
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [FORM, STAGED], ids=["one program", "programs of stages"])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(FORM, marks=pytest.mark.slow), pytest.param(STAGED, marks=pytest.mark.long)],
+    ids=["one program", "programs of stages"],
+)
 def test_processes_of_two_domains_in_any_order_train_as_one_process(config, tmp_path, form):
     alone = runs.command(config, *form, "--mesh.num_cpu_devices=4", f"--run_dir={tmp_path / 'alone'}")
     subprocess.run(alone, check=True, timeout=600, capture_output=True)
