@@ -30,8 +30,8 @@ startup.select_platform(MeshConfig(num_cpu_devices=8))
 hypothesis.settings.register_profile("first-failure", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate))
 jax.config.update("jax_numpy_rank_promotion", "raise")
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where `tmp_path` is
-# A shell ignores interrupts for what it starts in the background, and nohup ignores hang-ups, as would all processes that the
-# tests start and signal.
+# A shell ignores interrupts for what it starts in the background, and nohup ignores hang-ups: all processes that the tests
+# start and signal would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

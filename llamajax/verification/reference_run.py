@@ -65,7 +65,7 @@ class Side:
 
 # Fast code for five steps of a tiny model is not worth its compilation. The command sets the same for all programs of its
 # process; a caller of the library keeps its own flags.
-_QUICKLY = {"xla_backend_optimization_level": 0}
+_QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=_QUICKLY)
