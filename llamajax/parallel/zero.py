@@ -127,15 +127,16 @@ def _laid_out(param: nnx.Param, dtype: DTypeLike, own: jax.Array) -> jax.Array:
     return jax.reshard(own_part, P(*stacked, *spec(*param.compute), reduced=summed))
 
 
-def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTypeLike) -> Tree:
+def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTypeLike, *, num_stacked: int = 1) -> Tree:
     """Rounds each device's part of the matrices with these names in a stack of layers, whole or still to be gathered, so
     that one byte per weight is sent; the result serves as `copies` for `gathered`.
 
     Args:
-        layers: weights with a leading dim L.
+        layers: weights with a leading dim L, or other dims with a layer for each index.
         names: attribute names of the matrices to round.
         form: as for `rounded`.
         dtype: dtype that weights are cast to first.
+        num_stacked: number of leading dims with a layer for each index.
     """
 
     def narrow(path: tuple[Any, ...], param: nnx.Param) -> nnx.Param:
@@ -144,7 +145,7 @@ def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTyp
             return param
         with jax.named_scope("/".join(["layers", *name, "gather_weight"])):
             own, lies = param[...].astype(dtype), jax.typeof(param[...]).sharding.spec
-            narrow = rounded(jax.reshard(own, P(*lies.partitions)), form, num_stacked=1)
+            narrow = rounded(jax.reshard(own, P(*lies.partitions)), form, num_stacked=num_stacked)
             return with_value(param, moved(lambda narrow: jax.reshard(narrow, lies), narrow))
 
     return jax.tree_util.tree_map_with_path(narrow, layers, is_leaf=_is_weight)

@@ -74,7 +74,8 @@ def copies(config: Config, trained: Llama) -> Llama | None:
     made.layers, made.whole_first = trained.layers, trained.whole_first
     if names:
         form = E4M3 if model.matmul_dtype == "float8" else dtype
-        made.layers = in_float8(made.layers, names, form, dtype)
+        of_chunks = num_stages() > 1 and (config.parallel.pipeline_chunks or 1) > 1
+        made.layers = in_float8(made.layers, names, form, dtype, num_stacked=1 + of_chunks)
     if whole:
         made.layers = gathered(made.layers, dtype)
     if names and made.whole_first is not None:

@@ -53,6 +53,16 @@ def test_copies_are_made_of_all_weights_whose_gradients_are_split(zero):
         assert "fsdp" not in str(leaf.sharding.spec.partitions), name
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_each_layer_of_a_stage_has_a_scale_of_its_own(chunks):
+    jax.set_mesh(make_mesh(MeshConfig(pipeline=2, fsdp=4)))
+    order = {"parallel.pipeline": "interleaved", "parallel.pipeline_chunks": 2} if chunks == 2 else {}
+    mesh = {"mesh.pipeline": 2, "mesh.fsdp": 4, "parallel.zero": 1, "train.grad_accum_steps": 2}
+    config = tiny_config().changed(mesh | order | {"model.num_layers": 4, "model.matmul_dtype": "float8"})
+    made = jax.eval_shape(lambda: copies(config, prepare(config, init_state(config).model)))
+    assert made.layers[0].mlp.w_down[...].scale.shape == ((2, 2) if chunks == 2 else (2,))
+
+
 @pytest.mark.parametrize("zero_data", [0, 1])
 def test_state_lies_split_over_data_where_asked(zero_data):
     jax.set_mesh(make_mesh(MeshConfig(data=4, fsdp=2)))
