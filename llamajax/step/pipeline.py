@@ -6,7 +6,8 @@ micro-batch computes on finite leftovers, which are cut off before they reach a 
 
 The forward pass of a tick and its backward pass belong to different micro-batches, so each hides the communication of the
 other: barriers pair the layers of the two. The loss takes the tick after the forward pass that it ends, and its gradient the
-one after that: `DELAY`.
+one after that: `DELAY`. Embeddings are looked up in the tick before the forward pass, whose last layers hide their
+reduce-scatter.
 
 Weights are whole within a stage for the whole step (`parallel.zero: 1`). Their gradients are summed on every device in
 `train.grad_accum_dtype` and reduced once, at the end of the step.
@@ -81,13 +82,13 @@ def accumulate(
         return jax.tree.map(lambda slots, own: put(slots, own), kept, own)
 
     def fill(carry: Any, tick: jax.Array) -> tuple[Any, None]:
-        came, kept = jax.lax.optimization_barrier(carry)
-        y, own = stages.forward_all(tick, came)
-        return (shift(y, 1), write(kept, list(map(jax.tree.leaves, own)), tick)), None
+        x, kept = jax.lax.optimization_barrier(carry)
+        y, own = stages.forward_all(tick, x)
+        return (stages.inputs(tick + 1, shift(y, 1)), write(kept, list(map(jax.tree.leaves, own)), tick)), None
 
     def both(carry: Any, tick: jax.Array) -> tuple[Any, None]:
-        (came, y), (sent_back, of_last), kept, grads, sums = jax.lax.optimization_barrier(carry)
-        x, forward = stages.forward(tick, came)
+        (x, y), (sent_back, of_last), kept, grads, sums = jax.lax.optimization_barrier(carry)
+        forward = stages.forward(tick)
         read, dx, backward = stages.backward(tick, kept, trees, stages.last_or(tick, of_last, shift(sent_back, -1)))
         own: Leaves = []
         for turn in range(num_slots):
@@ -103,7 +104,8 @@ def accumulate(
         own = jax.tree.map(lambda own, read: jax.lax.optimization_barrier((own, read))[0], own, read)
         of_last, grads, sums = stages.end(tick - 1, y, grads, sums)
         grads = stages.embed_back(tick, dx, grads)
-        return ((shift(x, 1), x), (dx, of_last), write(kept, own, tick), grads, sums), None
+        carry = (stages.inputs(tick + 1, shift(x, 1)), x), (dx, of_last), write(kept, own, tick), grads, sums
+        return carry, None
 
     def drain(carry: Any, tick: jax.Array) -> tuple[Any, None]:
         (sent_back, of_last, later), kept, grads = jax.lax.optimization_barrier(carry)
@@ -113,8 +115,8 @@ def accumulate(
         return ((dx, later, nothing), kept, stages.embed_back(tick, dx, grads)), None
 
     filled, drained = schedule.fill, schedule.units + schedule.stages - 1
-    (came, kept), _ = jax.lax.scan(fill, (nothing, room), jnp.arange(filled))
-    carry = (came, nothing), (nothing, nothing), kept, *zeros
+    (x, kept), _ = jax.lax.scan(fill, (stages.inputs(jnp.int32(0), nothing), room), jnp.arange(filled))
+    carry = (x, nothing), (nothing, nothing), kept, *zeros
     ((_, y), back, kept, grads, sums), _ = jax.lax.scan(both, carry, jnp.arange(filled, drained))
     later, grads, sums = stages.end(jnp.int32(drained - 1), y, grads, sums)
     (_, _, grads), _ = jax.lax.scan(drain, ((*back, later), kept, grads), jnp.arange(drained, schedule.ticks))
@@ -128,7 +130,7 @@ def forward_losses(model: Llama, batch: Batch, zeros: Sums) -> Sums:
 
     def run(carry: tuple[Activations, Sums], tick: jax.Array) -> tuple[tuple[Activations, Sums], None]:
         came, total = carry
-        y, _ = stages.forward_all(tick, came)
+        y, _ = stages.forward_all(tick, stages.inputs(tick, came))
         _, sums = stages.loss(stages.model.final_norm, stages.model.output_weight(), tick, y)
         return (shift(y, 1), jax.tree.map(jnp.add, total, sums)), None
 
@@ -197,28 +199,32 @@ class _Stages:
         like = jax.eval_shape(self._embedded, self._ids(jnp.int32(0), self.schedule.forward))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding.spec), like)
 
-    def forward(
-        self, tick: jax.Array, came: Activations
-    ) -> tuple[Activations, Callable[[int, Activations], tuple[Any, Any]]]:
-        """Returns the input of every stage's chunk; and a function from a slot and the input of its layer to the output and
-        the values that the layer's backward pass needs."""
-        ids, unit_of = self._ids(tick, self.schedule.forward), self.schedule.forward
+    def inputs(self, tick: jax.Array, came: Activations) -> Activations:
+        """Returns the input of every stage's chunk: embeddings where the model begins, and elsewhere what came from the stage
+        before."""
+        unit_of = self.schedule.forward
 
         def first(stage: jax.Array, tick: jax.Array, embedded: Any, came: Any) -> Any:
             is_first = (stage == 0) & (unit_of(tick, stage).chunk == 0)
             return jax.tree.map(lambda own, other: jnp.where(is_first, own, other), embedded, came)
 
-        rows = self._rows(ids)
+        return by_stage(first, tick, self._embedded(self._ids(tick, unit_of)), came, out_specs=specs(came))
+
+    def forward(self, tick: jax.Array) -> Callable[[int, Activations], tuple[Activations, Any]]:
+        """Returns a function from a slot and the input of its layer to the output and the values that the layer's backward
+        pass needs."""
+        unit_of = self.schedule.forward
+        rows = self._rows(self._ids(tick, unit_of))
 
         @jax.named_scope("layers")
         def run(slot: int, x: Activations) -> tuple[Activations, Any]:
             return self.stack.layer(self._weights(slot, tick, unit_of), self._shared(slot, tick, unit_of, rows), x)
 
-        return by_stage(first, tick, self._embedded(ids), came, out_specs=specs(came)), run
+        return run
 
-    def forward_all(self, tick: jax.Array, came: Activations) -> tuple[Activations, list[Any]]:
+    def forward_all(self, tick: jax.Array, x: Activations) -> tuple[Activations, list[Any]]:
         """Returns the output of every stage's chunk, and the values that the backward passes of its layers need."""
-        (x, run), kept = self.forward(tick, came), []
+        run, kept = self.forward(tick), []
         for slot in range(len(self.slots)):
             x, own = run(slot, x)
             kept.append(own)
