@@ -200,8 +200,8 @@ class _Stages:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding.spec), like)
 
     def inputs(self, tick: jax.Array, came: Activations) -> Activations:
-        """Returns the input of every stage's chunk: embeddings where the model begins, and elsewhere what came from the stage
-        before."""
+        """Returns the input of every stage's chunk: embeddings where the model begins, and elsewhere what came from the
+        stage before."""
         unit_of = self.schedule.forward
 
         def first(stage: jax.Array, tick: jax.Array, embedded: Any, came: Any) -> Any:
