@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config, items):
         if "gpu_compiler" in item.fixturenames:
             item.add_marker("gpu_compiler")
     # Files are given to workers in this order: those that take longest must not be the last.
-    longest = ("test_campaign.py", "test_mesh_equivalence.py")
+    longest = ("test_campaign.py", "test_mesh_equivalence.py", "test_resume.py")
     items.sort(key=lambda item: item.path.name not in longest)
     if (seed := config.getoption("--order-seed")) is not None:
         draw = random.Random(seed)

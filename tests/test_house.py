@@ -122,6 +122,7 @@ def test_every_shipped_config_says_what_it_is_for(path):
     assert "\n# Expected: " in header
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [path for path in CONFIGS if load_config(path).mesh.num_cpu_devices], ids=lambda path: path.stem
 )

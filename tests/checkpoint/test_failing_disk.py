@@ -60,7 +60,7 @@ with Checkpointer(run_dir, config) as checkpointer:
     set_disk(write_eio=5)
     checkpointer.save_locally(4, state, {}, {})
     checkpointer._local.wait()
-    set_disk(latency_ms=400)
+    set_disk(latency_ms=250)
     failing(5)
     failing(6)
     failing(7)

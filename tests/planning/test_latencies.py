@@ -62,9 +62,10 @@ def test_covers_every_kernel_and_collective_that_is_scheduled(version):
     assert found["while.24"] > 4 * found["all-gather-start"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-@pytest.mark.parametrize("stack", ["scan", "prefetch"])
+@pytest.mark.parametrize(
+    "stack", [pytest.param("scan", marks=pytest.mark.long), pytest.param("prefetch", marks=pytest.mark.slow)]
+)
 def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stack):
     """The training step itself, compiled for 16 H100 with half a network, without and with its profile."""
     mesh = {"pipeline": 1, "data": 1, "fsdp": 16, "sequence": 1, "tensor": 1}

@@ -172,16 +172,22 @@ def test_a_run_killed_around_boundaries_ends_like_the_unbroken_one(tmp_path):
     assert read(run_dir) == read(tmp_path / "run")
 
 
-@pytest.mark.slow
-def test_other_devices_and_longer_rows_take_over_in_every_phase(tmp_path):
-    """Eight, four, two and eight again: same rows and tokens to the bit, losses but for the order of sums."""
+@pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param(((2, 8), (6, 4)), marks=pytest.mark.slow, id="8, 4, 8"),
+        pytest.param(((2, 8), (4, 4), (6, 2)), marks=pytest.mark.long, id="8, 4, 2, 8"),
+    ],
+)
+def test_other_devices_and_longer_rows_take_over_in_every_phase(tmp_path, legs):
+    """Fewer devices, and all of them again: same rows and tokens to the bit, losses but for the order of sums."""
     path, run_dir = written(tmp_path, eval_batches=1), tmp_path / "elastic"
     config = json.loads(path.read_text())
     config["data"]["stages"] = [{"from_step": 4, "seq_len": 64}]
     config["mesh"] = {"data": 1, "fsdp": -1, "num_cpu_devices": 8}
     path.write_text(json.dumps(config))
     runs.finish(runs.start(path))
-    for step, devices in ((2, 8), (4, 4), (6, 2)):
+    for step, devices in legs:
         process = runs.start(path, f"--run_dir={run_dir}", f"--mesh.num_cpu_devices={devices}")
         runs.wait_until(lambda step=step: step in runs.committed_steps(run_dir), [process])
         process.kill()

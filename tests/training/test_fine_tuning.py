@@ -25,7 +25,7 @@ TEMPLATE = pathlib.Path(__file__).parents[2] / "configs/chat_templates/plain.jin
 
 def pretrain(directory: pathlib.Path) -> str:
     """A model that has read half of the help texts; returns its run directory."""
-    path = runs.write_config(directory, num_steps=60, global_batch_size=16, grad_accum_steps=1, eval_every=None)
+    path = runs.write_config(directory, num_steps=60, global_batch_size=8, grad_accum_steps=1, eval_every=None)
     texts = [f"{question} {answer}" for question, answer in questions_and_answers()[::2]]
     (directory / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     sizes = ["vocab_size=512", "embed_dim=64", "mlp_dim=128", "max_seq_len=256"]

@@ -22,7 +22,7 @@ from llamajax.parallel.mesh import make_mesh
 from llamajax.step.state import abstract_state
 from tests import runs
 
-NUM_STEPS = 100
+NUM_STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,15 @@ def restored_arrays(config: Config, run_dir: pathlib.Path) -> list[np.ndarray]:
     state = restore(run_dir, abstract_state(config)).state
     state = dataclasses.replace(state, rng=jax.random.key_data(state.rng))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def half_done(unbroken: pathlib.Path, run_dir: pathlib.Path) -> pathlib.Path:
+    """Returns `run_dir`, now as a kill in the middle of the unbroken run would have left it."""
+    shutil.copytree(unbroken.parent / "run", run_dir)
+    for step in runs.committed_steps(run_dir):
+        if step > NUM_STEPS // 2:
+            shutil.rmtree(run_dir / "checkpoints" / str(step))
+    return run_dir
 
 
 def assert_same_end(config: pathlib.Path, run_dir: pathlib.Path) -> None:
@@ -97,7 +106,7 @@ def test_a_run_killed_twice_ends_like_the_unbroken_one(unbroken, tmp_path):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_kills", [pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_killed_again_and_again_ends_like_the_unbroken_one(unbroken, tmp_path, num_kills):
     kill_and_resume(unbroken, tmp_path / "run", num_kills, seed=1)
     assert_same_end(unbroken, tmp_path / "run")
@@ -106,15 +115,16 @@ def test_a_run_killed_again_and_again_ends_like_the_unbroken_one(unbroken, tmp_p
 @pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sigterm_saves_the_step_in_progress_and_exits_with_0(unbroken, tmp_path, distributed):
     """Also where jax.distributed takes the signal, as in a Slurm job of one task."""
-    run_dir, override = tmp_path / "run", f"--run_dir={tmp_path / 'run'}"
+    run_dir = half_done(unbroken, tmp_path / "run")
+    override = f"--run_dir={run_dir}"
     alone = ["--distributed.num_processes=1", "--distributed.process_id=0", "--distributed.enabled=true"]
     address = f"--distributed.coordinator_address={runs.free_address()}"
     process = runs.start(unbroken, override, *([*alone, address] if distributed else []))
-    runs.wait_until(lambda: runs.steps_on_record(run_dir) >= 7, [process])
+    runs.wait_until(lambda: NUM_STEPS // 2 + 5 in runs.committed_steps(run_dir), [process])
     process.terminate()
     output = runs.finish(process)
     stopped_at = len(runs.losses(run_dir))
-    assert 7 <= stopped_at < NUM_STEPS
+    assert NUM_STEPS // 2 + 5 <= stopped_at < NUM_STEPS
     assert f"stopped    at step {stopped_at}" in output
     assert max(runs.committed_steps(run_dir)) == stopped_at
     output = runs.finish(runs.start(unbroken, override))
@@ -133,11 +143,7 @@ def assert_close_to_unbroken(config: pathlib.Path, run_dir: pathlib.Path) -> Non
 @pytest.mark.slow
 def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_path):
     """From fsdp x sequence x tensor to data x fsdp, half way: equal arrays, then the losses of the unbroken run."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(unbroken.parent / "run", run_dir)
-    for step in runs.committed_steps(run_dir):
-        if step > NUM_STEPS // 2:
-            shutil.rmtree(run_dir / "checkpoints" / str(step))
+    run_dir = half_done(unbroken, tmp_path / "run")
     mesh = ["mesh.data=2", "mesh.fsdp=4", "mesh.sequence=1", "mesh.tensor=1", "train.grad_accum_steps=1"]
     before, after = (restored_arrays(load_config(unbroken, overrides), run_dir) for overrides in ([], mesh))
     chex.assert_trees_all_equal(before, after)
@@ -151,13 +157,13 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
 @pytest.mark.slow
 def test_a_pipeline_continues_without_stages_and_with_them_again(unbroken, tmp_path):
     """Stopped on two stages, then on fsdp 8, and finished on the stages: rows and losses stay."""
-    run_dir = tmp_path / "run"
+    run_dir = half_done(unbroken, tmp_path / "run")
     rest = ("--mesh.sequence=1", f"--run_dir={run_dir}", "--parallel.zero=1")
     stages = ("--mesh.pipeline=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--train.grad_accum_steps=4", *rest)
     alone = ("--mesh.fsdp=8", "--mesh.tensor=1", "--train.grad_accum_steps=1", *rest)
-    for overrides, last in ((stages, 30), (alone, 60)):
+    for overrides, last in ((stages, NUM_STEPS // 2 + 10), (alone, NUM_STEPS - 10)):
         process = runs.start(unbroken, *overrides)
-        runs.wait_until(lambda last=last: runs.steps_on_record(run_dir) >= last, [process])
+        runs.wait_until(lambda last=last: last in runs.committed_steps(run_dir), [process])
         process.terminate()
         runs.finish(process)
     runs.finish(runs.start(unbroken, *stages))
@@ -235,10 +241,10 @@ def eval_losses(run_dir: pathlib.Path) -> dict[int, float]:
 @pytest.mark.slow
 def test_two_processes_train_like_one(unbroken, tmp_path):
     """Four devices each, joined over loopback; stopped by a SIGTERM to one of them, then resumed to the end."""
-    run_dir = tmp_path / "run"
+    run_dir = half_done(unbroken, tmp_path / "run")
 
     processes = start_two(unbroken, f"--run_dir={run_dir}")
-    runs.wait_until(lambda: runs.steps_on_record(run_dir) >= 4, processes)
+    runs.wait_until(lambda: NUM_STEPS // 2 + 5 in runs.committed_steps(run_dir), processes)
     processes[1].terminate()
     for process in processes:
         runs.finish(process)

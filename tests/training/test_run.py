@@ -353,7 +353,13 @@ def test_mistakes_end_in_one_line_and_their_exit_code(finished, tmp_path):
 def test_two_thousand_steps_leak_nothing(finished, tmp_path):
     """Memory, files and threads after the last thousand steps, with saves and evaluations, are those before them."""
     num_steps = 2000
-    often = {"train.eval_every": 100, "checkpoint.save_every": 100, "checkpoint.keep_last": 2, "profile.start_step": None}
+    often = {
+        "train.grad_accum_steps": 1,
+        "train.eval_every": 100,
+        "checkpoint.save_every": 100,
+        "checkpoint.keep_last": 2,
+        "profile.start_step": None,
+    }
     config = finished.changed(often | {"run_dir": str(tmp_path / "run"), "train.num_steps": num_steps})
     held: list[tuple[int, int, int]] = []
 

@@ -128,7 +128,14 @@ def test_tokens_and_epochs_add_up_over_the_stages(unbroken):
     assert [step for step, _ in meta["data"]["stages"]] == list(BOUNDARIES)
 
 
-@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 6, 7, 8, 9, 11))])
+@pytest.mark.parametrize(
+    "step",
+    [
+        4,
+        *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 8, 9)),
+        *(pytest.param(step, marks=pytest.mark.long) for step in (6, 7, 11)),
+    ],
+)
 def test_a_run_goes_on_in_the_middle_of_a_stage_at_its_boundary_and_beside_it(unbroken, tmp_path, step):
     cut(unbroken, tmp_path / "run", step)
     output = runs.finish(runs.start(unbroken, f"--run_dir={tmp_path / 'run'}"))
