@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -113,6 +114,15 @@ def steps_on_record(run_dir: pathlib.Path) -> int:
 
 def committed_steps(run_dir: pathlib.Path) -> set[int]:
     return {int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdecimal()}
+
+
+def cut(run_dir: pathlib.Path, copy: pathlib.Path, step: int) -> pathlib.Path:
+    """Copies a run to `copy`, which it returns, as a kill after this step would have left it."""
+    shutil.copytree(run_dir, copy)
+    for later in committed_steps(copy):
+        if later > step:
+            shutil.rmtree(copy / "checkpoints" / str(later))
+    return copy
 
 
 def wait_until(reached: Callable[[], bool], processes: Sequence[subprocess.Popen[str]]) -> None:

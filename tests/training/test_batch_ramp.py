@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 
 import pytest
 
@@ -50,15 +49,6 @@ def unbroken(tmp_path_factory) -> pathlib.Path:
     return path
 
 
-def cut(path: pathlib.Path, run_dir: pathlib.Path, step: int) -> Config:
-    """The run as a kill after this step would have left it."""
-    shutil.copytree(path.parent / "run", run_dir)
-    for later in runs.committed_steps(run_dir):
-        if later > step:
-            shutil.rmtree(run_dir / "checkpoints" / str(later))
-    return load_config(path, [f"run_dir={run_dir}"])
-
-
 def test_every_step_has_its_batch_and_the_run_tells_so(unbroken):
     run_dir = unbroken.parent / "run"
     steps = [record for record in records_of(run_dir) if "train/loss" in record]
@@ -83,8 +73,9 @@ def test_every_step_has_its_batch_and_the_run_tells_so(unbroken):
     [4, pytest.param(5, marks=pytest.mark.slow), *(pytest.param(step, marks=pytest.mark.long) for step in (1, 2, 3, 6))],
 )
 def test_a_run_goes_on_in_the_middle_of_a_phase_and_at_its_ends(unbroken, tmp_path, capsys, step):
-    train.run(cut(unbroken, tmp_path / "run", step))
-    assert read(tmp_path / "run") == read(unbroken.parent / "run")
+    run_dir = runs.cut(unbroken.parent / "run", tmp_path / "run", step)
+    train.run(load_config(unbroken, [f"run_dir={run_dir}"]))
+    assert read(run_dir) == read(unbroken.parent / "run")
     output = capsys.readouterr().out
     assert f"start      resuming at step {step}\n" in output
     told = [line.split()[1] for line in output.splitlines() if line.startswith("phase  ")]

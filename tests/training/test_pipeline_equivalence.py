@@ -129,7 +129,8 @@ SAMPLED = [
     ("p 8, 1 p micro-batches", "even", "alone", "save_attention", "shared", "window"),
     ("p 2, 1 p micro-batches", "2 chunks", "ring", "full", "shared", "plain"),
     ("p 2, 2 p micro-batches", "2 uneven chunks", "data split", "save_attention_qkv_mlp", "last", "frozen"),
-    ("p 2, 1 p micro-batches", "2 chunks", "tensor ring", "none", "last", "float8"),
+    ("p 2, 1 p micro-batches", "even", "tensor ring", "none", "shared", "float8"),
+    ("p 2, 1 p micro-batches", "2 chunks", "alone", "save_attention", "last", "float8"),
     ("p 2, 4 p micro-batches", "even", "ulysses", "save_attention_qkv", "shared", "whole rows"),
 ]
 

@@ -42,15 +42,6 @@ def restored_arrays(config: Config, run_dir: pathlib.Path) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
-def half_done(unbroken: pathlib.Path, run_dir: pathlib.Path) -> pathlib.Path:
-    """Returns `run_dir`, now as a kill in the middle of the unbroken run would have left it."""
-    shutil.copytree(unbroken.parent / "run", run_dir)
-    for step in runs.committed_steps(run_dir):
-        if step > NUM_STEPS // 2:
-            shutil.rmtree(run_dir / "checkpoints" / str(step))
-    return run_dir
-
-
 def assert_same_end(config: pathlib.Path, run_dir: pathlib.Path) -> None:
     """The run in `run_dir` has the losses of the unbroken one, and its last checkpoint the same arrays, to the bit."""
     unbroken_dir = config.parent / "run"
@@ -115,7 +106,7 @@ def test_a_run_killed_again_and_again_ends_like_the_unbroken_one(unbroken, tmp_p
 @pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sigterm_saves_the_step_in_progress_and_exits_with_0(unbroken, tmp_path, distributed):
     """Also where jax.distributed takes the signal, as in a Slurm job of one task."""
-    run_dir = half_done(unbroken, tmp_path / "run")
+    run_dir = runs.cut(unbroken.parent / "run", tmp_path / "run", NUM_STEPS // 2)
     override = f"--run_dir={run_dir}"
     alone = ["--distributed.num_processes=1", "--distributed.process_id=0", "--distributed.enabled=true"]
     address = f"--distributed.coordinator_address={runs.free_address()}"
@@ -143,7 +134,7 @@ def assert_close_to_unbroken(config: pathlib.Path, run_dir: pathlib.Path) -> Non
 @pytest.mark.slow
 def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_path):
     """From fsdp x sequence x tensor to data x fsdp, half way: equal arrays, then the losses of the unbroken run."""
-    run_dir = half_done(unbroken, tmp_path / "run")
+    run_dir = runs.cut(unbroken.parent / "run", tmp_path / "run", NUM_STEPS // 2)
     mesh = ["mesh.data=2", "mesh.fsdp=4", "mesh.sequence=1", "mesh.tensor=1", "train.grad_accum_steps=1"]
     before, after = (restored_arrays(load_config(unbroken, overrides), run_dir) for overrides in ([], mesh))
     chex.assert_trees_all_equal(before, after)
@@ -157,7 +148,7 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
 @pytest.mark.slow
 def test_a_pipeline_continues_without_stages_and_with_them_again(unbroken, tmp_path):
     """Stopped on two stages, then on fsdp 8, and finished on the stages: rows and losses stay."""
-    run_dir = half_done(unbroken, tmp_path / "run")
+    run_dir = runs.cut(unbroken.parent / "run", tmp_path / "run", NUM_STEPS // 2)
     rest = ("--mesh.sequence=1", f"--run_dir={run_dir}", "--parallel.zero=1")
     stages = ("--mesh.pipeline=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--train.grad_accum_steps=4", *rest)
     alone = ("--mesh.fsdp=8", "--mesh.tensor=1", "--train.grad_accum_steps=1", *rest)
@@ -177,8 +168,7 @@ def test_devices_without_stages_take_over_from_stages_of_unequal_speed(tmp_path)
     model = "--model.num_layers=8"
     stages = ["mesh.pipeline=2", "mesh.stages=[3, 5]", "mesh.fsdp=2", "mesh.sequence=1", "mesh.tensor=2", "parallel.zero=1"]
     runs.finish(runs.start(config, model, *(f"--{override}" for override in stages)))
-    shutil.copytree(tmp_path / "run", run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "10")
+    runs.cut(tmp_path / "run", run_dir, 5)
     mesh = ["mesh.fsdp=8", "mesh.sequence=1", "mesh.tensor=1", "train.grad_accum_steps=1"]
     overrides = ([model[2:], *stages], [model[2:], *mesh])
     before, after = (restored_arrays(load_config(config, own), run_dir) for own in overrides)
@@ -241,7 +231,7 @@ def eval_losses(run_dir: pathlib.Path) -> dict[int, float]:
 @pytest.mark.slow
 def test_two_processes_train_like_one(unbroken, tmp_path):
     """Four devices each, joined over loopback; stopped by a SIGTERM to one of them, then resumed to the end."""
-    run_dir = half_done(unbroken, tmp_path / "run")
+    run_dir = runs.cut(unbroken.parent / "run", tmp_path / "run", NUM_STEPS // 2)
 
     processes = start_two(unbroken, f"--run_dir={run_dir}")
     runs.wait_until(lambda: NUM_STEPS // 2 + 5 in runs.committed_steps(run_dir), processes)

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import random
-import shutil
 import subprocess
 from typing import Any
 
@@ -77,14 +76,6 @@ def read(run_dir: pathlib.Path) -> list[dict[str, float]]:
     return list(found.values())
 
 
-def cut(unbroken: pathlib.Path, run_dir: pathlib.Path, step: int) -> None:
-    """The run as a kill after this step would have left it."""
-    shutil.copytree(unbroken.parent / "run", run_dir)
-    for later in runs.committed_steps(run_dir):
-        if later > step:
-            shutil.rmtree(run_dir / "checkpoints" / str(later))
-
-
 def test_every_stage_is_compiled_before_the_first_step_and_told_when_it_begins(unbroken):
     said = (unbroken.parent / "said").read_text()
     for length in (32, 64):
@@ -137,7 +128,7 @@ def test_tokens_and_epochs_add_up_over_the_stages(unbroken):
     ],
 )
 def test_a_run_goes_on_in_the_middle_of_a_stage_at_its_boundary_and_beside_it(unbroken, tmp_path, step):
-    cut(unbroken, tmp_path / "run", step)
+    runs.cut(unbroken.parent / "run", tmp_path / "run", step)
     output = runs.finish(runs.start(unbroken, f"--run_dir={tmp_path / 'run'}"))
     assert f"start      resuming at step {step}" in output
     stage = 1 + load_config(unbroken).data.stage_at(step)
@@ -248,7 +239,7 @@ def test_stages_that_are_to_come_may_change_and_those_that_have_begun_may_not(un
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_stages_that_were_planned_anew(unbroken, tmp_path):
-    cut(unbroken, tmp_path / "run", 8)
+    runs.cut(unbroken.parent / "run", tmp_path / "run", 8)
     train.run(changed(unbroken, tmp_path / "run", {"data.stages.1.from_step": 9, "data.stages.2.weights": (0.0, 1.0)}))
     before, after = read(unbroken.parent / "run"), read(tmp_path / "run")
     assert [r for r in after if r["step"] <= 8] == [r for r in before if r["step"] <= 8]
