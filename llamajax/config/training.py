@@ -115,7 +115,8 @@ class TrainConfig(Section):
     eval_every: PositiveIntOrUnset = None
     """Steps between evaluations on held-out documents; unset: only after the last step."""
     eval_batches: NonNegativeInt = 16
-    """Batches per evaluation, the same ones every time; 0: no evaluation."""
+    """Micro-batches per evaluation, the same ones every time; 0: no evaluation. Each has `global_batch_size /
+    grad_accum_steps` rows, so the held-out losses of two runs are comparable where both have as many rows."""
 
     def broken_rules(self) -> Iterator[str]:
         accumulated, batch_size = self.grad_accum_steps, self.global_batch_size
