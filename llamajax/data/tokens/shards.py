@@ -2,16 +2,14 @@
 
 The documents of a group of files are cut into shards of about `SHARD_BYTES` of text. The shards of a group form one cache
 entry, addressed by the content of its files, the tokenizer and the format. They are written in order: a killed process loses
-only its current shard, and the next process continues from there. Damaged shards are rebuilt. One small file, the index, has
-the totals of all shards of a source, so a start opens just this file, however many shards exist.
+only its current shard, and the next process continues from there. Damaged shards are rebuilt.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int64
@@ -23,7 +21,7 @@ from llamajax.data.chat.chat_tokens import Encoded, encode_conversation
 from llamajax.data.documents.file_groups import GROUP_BYTES, HashedGroup, announce_fetching
 from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import plain_hash
-from llamajax.data.progress import Progress, TokenizingProgress, gets_on
+from llamajax.data.progress import Progress, TokenizingProgress
 from llamajax.data.tokenizers.encoder_choice import choose_encoder
 from llamajax.data.tokenizers.long_documents import Spool, encode_long
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
@@ -44,12 +42,6 @@ _DOCUMENTS = "shard-1"
 _LONG = "whole"
 """Key for groups that may contain documents which earlier versions cut."""
 _CONVERSATIONS = "chat-4"
-
-READ_THREADS = 8
-"""Number of shard heads read at a time. Reading waits for the disk as much as for the processor."""
-
-_INDEX_FOLDER = "index-1"
-_TOTALS = ("tokens", "documents", "text_bytes", "space_signs", "empty", "bad")
 
 
 @dataclass(frozen=True)
@@ -383,107 +375,3 @@ def _encode_conversations(
         except DataError as error:
             leave_out(f"{document.conversation.where}: {error}")
     return encoded
-
-
-class ShardIndex:
-    """Totals and hashes of shards, in the order of their cache entries."""
-
-    def __init__(self, path: Path) -> None:
-        """Reads the file of `write_index`.
-
-        Raises:
-            DamagedError: it is missing or damaged.
-        """
-        file = cache.read_arrays(path)
-        self.entries = cache.hashes_of_array(file.arrays["entries"][:])
-        """Names of the cache entries."""
-        self.sha256_of_shard = cache.hashes_of_array(file.arrays["sha256"][:])
-        """Hashes that identify the contents of the shards."""
-        totals = {name: file.arrays[name][:].copy() for name in _TOTALS}
-        self.tokens_of_shard = totals["tokens"]
-        """Number of tokens of each shard, int64 [shards]."""
-        self.documents = int(totals["documents"].sum())
-        self.text_bytes = int(totals["text_bytes"].sum())
-        """Number of UTF-8 bytes of all texts."""
-        self.space_signs = int(totals["space_signs"].sum())
-        """Number of documents with U+2581."""
-        self.empty = int(totals["empty"].sum())
-        """Number of documents without text, which are left out."""
-        self.bad = int(totals["bad"].sum())
-        """Number of records that are left out because they are invalid."""
-        self.more: int = file.info.get("more", 0)
-        """Number of additional documents of conversations that become several."""
-        self.first_bad: str = file.info["first_bad"]
-        """Error of the first invalid record."""
-        self._first_of_entry = np.cumsum([0, *file.arrays["num_shards"][:]])
-
-    def __len__(self) -> int:
-        return len(self.tokens_of_shard)
-
-    def place(self, shard: int) -> tuple[str, int]:
-        """Returns the name of a shard's entry and the shard's number in it."""
-        entry = int(np.searchsorted(self._first_of_entry, shard, side="right")) - 1
-        return self.entries[entry], shard - int(self._first_of_entry[entry])
-
-
-def index_path(entries: Sequence[Path], cache_dir: Path) -> Path:
-    """Returns the path of the index of these cache entries, which may not exist."""
-    return cache_dir / _INDEX_FOLDER / cache.key_of([entry.name for entry in entries]) / "shards"
-
-
-def write_index(entries: Sequence[Path], path: Path) -> None:
-    """Reads the heads of all shards of complete entries and writes their index, unless another process did.
-
-    Raises:
-        DamagedError: a shard is missing, or its head is damaged.
-        OSError: the disk fails.
-    """
-    with disk.locked(path.parent):
-        is_new = not path.exists()
-        if cache.is_intact(path):
-            return
-        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="index") as threads:
-            of_entries = list(threads.map(_heads, entries))
-        heads = list(itertools.chain.from_iterable(of_entries))
-        totals = zip(*(head.totals for head in heads), strict=True)
-        more = sum(head.more for head in heads)
-        cache.write_arrays(
-            path,
-            {
-                "entries": cache.hashes_to_array(entry.name for entry in entries),
-                "num_shards": np.array([len(of_entry) for of_entry in of_entries], np.int64),
-                "sha256": cache.hashes_to_array(head.sha256 for head in heads),
-                **{name: np.array(values, np.int64) for name, values in zip(_TOTALS, totals, strict=True)},
-            },
-            {
-                "first_bad": next((head.first_bad for head in heads if head.first_bad), ""),
-                **({"more": more} if more else {}),
-            },
-            keep=is_new,
-        )
-
-
-class _Head(NamedTuple):
-    """Head of a shard."""
-
-    sha256: str
-    totals: tuple[int, ...]
-    """Values in the order of `_TOTALS`."""
-    first_bad: str
-    more: int
-
-
-def _heads(entry: Path) -> list[_Head]:
-    """Returns the head of each shard of the entry."""
-    heads, last = [], False
-    for number in itertools.count():
-        if last:
-            break
-        gets_on()
-        shard = read_shard(shard_path(entry, number))
-        last = shard.last
-        totals = (
-            len(shard.tokens), len(shard.hashes), shard.text_bytes, shard.num_space_signs, shard.num_empty, shard.num_bad,
-        )  # fmt: skip
-        heads.append(_Head(shard.sha256, totals, shard.first_bad, shard.num_more))
-    return heads

@@ -10,7 +10,8 @@ from llamajax.data import cache
 from llamajax.data.documents.file_groups import HashedGroup
 from llamajax.data.documents.sources import Source
 from llamajax.data.tokens.encoding import Tokenizing
-from llamajax.data.tokens.shards import ShardIndex, index_path, read_shard, remake, shards_entry, write_index
+from llamajax.data.tokens.shard_index import ShardIndex, index_path, write_index
+from llamajax.data.tokens.shards import read_shard, remake, shards_entry
 from llamajax.data.tokens.stores import ShardStore, TokenStore
 from llamajax.errors import DataError
 

@@ -10,7 +10,8 @@ from jaxtyping import Bool, Int64, Integer, UInt8
 
 from llamajax.data import cache
 from llamajax.data.documents.split import is_held_out
-from llamajax.data.tokens.shards import FOLDER, Shard, ShardIndex, read_shard, shard_path
+from llamajax.data.tokens.shard_index import ShardIndex
+from llamajax.data.tokens.shards import FOLDER, Shard, read_shard, shard_path
 
 MAX_KNOWN_SHARDS = 2**12
 """Maximum number of shard heads, each up to 35 KB, that stay in memory after a row was read from them."""

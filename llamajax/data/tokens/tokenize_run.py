@@ -25,7 +25,8 @@ from llamajax.data.tokens.encoding import (
     trained_path,
 )
 from llamajax.data.tokens.megatron_tokens import MegatronTokens, parts_path
-from llamajax.data.tokens.shards import index_path, tokenize
+from llamajax.data.tokens.shard_index import index_path
+from llamajax.data.tokens.shards import tokenize
 from llamajax.data.tokens.source_tokens import ShardedTokens, SourceTokens, entries_of
 from llamajax.processes import peers
 

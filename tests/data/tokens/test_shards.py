@@ -18,7 +18,8 @@ from llamajax.data.documents.sources import Source
 from llamajax.data.documents.split import plain_hash, split_hash
 from llamajax.data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from llamajax.data.tokens import shards
-from llamajax.data.tokens.shards import ShardIndex, index_path, read_shard, shard_paths, shards_entry, tokenize, write_index
+from llamajax.data.tokens.shard_index import ShardIndex, index_path, write_index
+from llamajax.data.tokens.shards import read_shard, shard_paths, shards_entry, tokenize
 from llamajax.errors import DataError
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
