@@ -46,9 +46,9 @@ from llamajax.config.run import Config
 from llamajax.errors import EnvironmentMismatchError
 from llamajax.estimates.calibration import MeasuredGrid, MeasuredRun, Measurement, Versions
 from llamajax.estimates.gpus import GPUS, Gpu, find_gpu
+from llamajax.estimates.machine import Machine
 from llamajax.kernels.choice import compute_capability
 from llamajax.parallel import startup
-from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.plan import make_plan, replayed
 from llamajax.planning.scheduling import compile_here, resolve_here

@@ -4,7 +4,7 @@
     python scripts/plan_accuracy.py --fit    print the fitted share of the peak for products
 
 Takes seconds and compiles nothing: the kernels of a run's own program describe it (`scripts/accuracy/`). All runs share the
-constants of `llamajax/planning/cost/gpu.py`. One constant is fitted for each family of GPUs with enough runs: the share of
+constants of `llamajax/estimates/machine.py`. One constant is fitted for each family of GPUs with enough runs: the share of
 the peak that products reach, chosen so that the median signed error of all runs is zero.
 """
 

@@ -125,7 +125,7 @@ GPUS_NOTES = """\
   are extras, which a configuration names with `model.attention_kernel`.
 - A run on another GPU measures its peak. A plan of such a GPU is not possible.
 
-The sources of every figure are in `llamajax/estimates/gpus.py` and `llamajax/planning/cost/gpu.py`. If a figure of a
+The sources of every figure are in `llamajax/estimates/gpus.py` and `llamajax/estimates/machine.py`. If a figure of a
 GPU is not published, a plan takes it from another GPU and says so in a line `remark`. [How accurate plans
 are](../plan_accuracy.md) compares them with published runs. llamajax itself has measured nothing on a GPU yet."""
 

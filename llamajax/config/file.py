@@ -17,7 +17,7 @@ import yaml
 from llamajax import disk
 from llamajax.config.bases import read_file
 from llamajax.config.inherited import inherit
-from llamajax.config.keys import item_type, join, keys, unknown_key
+from llamajax.config.keys import item_type, join, keys, unknown_key, written_kind
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
 from llamajax.config.scalars import other_reading, read_scalar
@@ -250,15 +250,15 @@ class _Builder:
                 self._invalid(_place_of(name, node), join(key, name), message)
             return _INVALID
 
-    def value(self, kind: Any, node: Node, key: str) -> Any:
-        """Returns a value of a field's type; `_INVALID` if it cannot be built."""
+    def value(self, kind: Any, node: Node, key: str, otherwise: str = "") -> Any:
+        """Returns a value of a field's type; `_INVALID` if it cannot be built, for which there is a remedy `otherwise`."""
         if typing.get_origin(kind) is Annotated:  # the section checks its bounds
             kind = typing.get_args(kind)[0]
-        if typing.get_origin(kind) in (Union, types.UnionType):  # a type or None
-            if node.is_null():
+        if typing.get_origin(kind) in (Union, types.UnionType):
+            if node.is_null() and types.NoneType in typing.get_args(kind):
                 return None
-            kind = next(arg for arg in typing.get_args(kind) if arg is not types.NoneType)
-            return self.value(kind, node, key)
+            written, several = written_kind(kind, is_list=isinstance(node.content, list)), typing.get_args(item_type(kind))
+            return self.value(written, node, key, f"; or write a list of {', '.join(several)}" if several else "")
         if dataclasses.is_dataclass(kind):
             return self.section(kind, node, key)
         if inner := item_type(kind):
@@ -270,7 +270,7 @@ class _Builder:
         try:
             return read_scalar(kind, node)
         except ConfigError as error:
-            return self._invalid(node.place, key, str(error))
+            return self._invalid(node.place, key, f"{error}{otherwise}")
 
     def _invalid(self, place: Place, key: str, message: str) -> Any:
         self.problems.add(place, message, key)

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import re
+import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -11,8 +12,16 @@ from llamajax.errors import ConfigError
 
 
 def item_type(kind: Any) -> Any:
-    """Returns the type of a tuple's items; None for other types."""
+    """Returns the type of a tuple's items, also where a tuple is one of several types; None for other types."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return next((item for item in map(item_type, typing.get_args(kind)) if item), None)
     return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
+
+
+def written_kind(union: Any, *, is_list: bool) -> Any:
+    """Returns the one of several types, of which None is one or a list is one, that a value with or without items has."""
+    kinds = [kind for kind in typing.get_args(union) if kind is not types.NoneType]
+    return next((kind for kind in kinds if (item_type(kind) is not None) == is_list), kinds[0])
 
 
 def join(above: str, name: str) -> str:

@@ -35,6 +35,16 @@ class HardwareConfig(Section):
     """Bytes per second, each way, between one node and the network. Unset, per GPU of the node: 12.5e9 for A100 (four ports
     of 200 Gb/s for eight), 50e9 for H100, H200, B200 and GB200 (a port of 400 Gb/s for each), 6.25e9 for L40S and 1.5625e9
     for L4 and A10G (cloud instances of eight). GeForce cards have no usual network: several nodes need this setting."""
+    host_memory: PositiveFloatOrUnset = None
+    """Bytes of memory of one node's host, nine tenths of which may hold data of its GPUs (`offload`). Unset, for each eight
+    GPUs of the node: 1 TiB for A100 with 40 GB, 2 TiB for A100 with 80 GB, H100, H200 and B200 (NVIDIA DGX), 1.9 TB for
+    GB200, 768 GiB for A10G and L4, 1.5 TiB for L40S (cloud instances). GeForce cards have no usual host: `offload` needs
+    this setting there."""
+    host_bandwidth: PositiveFloatOrUnset = None
+    """Bytes per second, each way, between one GPU and pinned memory of its host; unset: what PCIe with 16 lanes sustains, as
+    in `hardware.calibration` or built in."""
+    gpus_per_host_link: PositiveInt = 1
+    """GPUs that share one link to the host, and so its bandwidth; 2 in a DGX A100, where two GPUs share a PCIe switch."""
     domains: tuple[DomainConfig, ...] = ()
     """Groups of nodes with networks of their own, such as InfiniBand for some and RoCE for others. Training places one
     domain after the other, so that only the stages of `mesh.pipeline` communicate across domains. Empty: one network for

@@ -16,6 +16,7 @@ from llamajax.config.keys import remedy_for, with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import InitChange, ModelConfig
 from llamajax.config.named_files import path_problems
+from llamajax.config.offload import OffloadConfig, offload_problems
 from llamajax.config.parallel import (
     PLAIN,
     DistributedConfig,
@@ -62,6 +63,8 @@ class Config(Settings):
     """Layout of the devices."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How devices share the work."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """What waits in host memory."""
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Several processes in one run."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -118,11 +121,11 @@ class Config(Settings):
         if decaying > train.num_steps:
             took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
             yield f"optimizer.warmup_steps: {took}; shorten warmup_steps or decay_steps, or train for more steps"
-        if self.distributed.enabled and self.watchdog.enabled:
-            wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
-            if start_s <= wait_s:
-                rule = f"must be above distributed.initialization_timeout_s={wait_s}, the time that processes have to join"
-                yield f"watchdog.start_s: {start_s} {rule}; raise it"
+        yield from offload_problems(self.offload, model, self.mesh, self.parallel.stack)
+        wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
+        if self.distributed.enabled and self.watchdog.enabled and start_s <= wait_s:
+            rule = f"must be above distributed.initialization_timeout_s={wait_s}, the time that processes have to join"
+            yield f"watchdog.start_s: {start_s} {rule}; raise it"
         last_traced = (profile.start_step or 0) + profile.num_steps - 1
         if profile.start_step is not None and last_traced > train.num_steps:
             steps = f"steps {profile.start_step} to {last_traced}"
@@ -242,8 +245,7 @@ class Config(Settings):
 
     def batch_arithmetic(self, num_devices: int) -> str:
         """Returns the arithmetic of the batch in one line, for people to check."""
-        axes = self.mesh.axis_sizes(num_devices)
-        train, seq_len = self.train, self.data.seq_len
+        axes, train, seq_len = self.mesh.axis_sizes(num_devices), self.train, self.data.seq_len
         return (
             f"global batch {train.global_batch_size} sequences x {seq_len} tokens ="
             f" {train.global_batch_size * seq_len:,} tokens = {self.rows_per_device(axes)} per device x"

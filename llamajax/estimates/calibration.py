@@ -14,7 +14,7 @@ KernelSeconds = Annotated[float, Bound(lambda value: 0 < value < 1e-3, "must be 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants(Section):
-    """Measured values for `llamajax.planning.cost.gpu.Calibration`, under the same names; unset: not measured."""
+    """Measured values for `llamajax.estimates.machine.Calibration`, under the same names; unset: not measured."""
 
     matmul_efficiency: PositiveShare | None = None
     attention_efficiency: PositiveShare | None = None

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from llamajax.config.layer_weights import LAYER_WEIGHTS, MATRICES, LayerWeight
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import SAVED_BY_REMAT, ModelConfig
+from llamajax.config.offload import BY_TOKEN, ActivationName, saved_tokens
 from llamajax.config.parallel import AXES, ParallelConfig, num_parts, splits_residual
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
@@ -249,18 +250,11 @@ def expected_bytes(
     heads = model.num_heads * model.head_dim // tensor
     qkv = heads + 2 * computed.num_kv_heads * model.head_dim // tensor
     rows = config.rows_per_device(mesh)
-    tokens = rows * config.data.seq_len // sequence
+    tokens = tokens_per_device(config, mesh)
     layer_params = (num_params(computed) - 2 * model.vocab_size * D) // model.num_layers // tensor
 
-    stream = D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
-    residual = stream * 2 if keeps_two_residuals(config, mesh) else stream
-    saved = {
-        "full": residual,
-        "save_attention": residual + heads,
-        "save_attention_qkv": residual + heads + qkv,
-        "save_attention_qkv_mlp": residual + heads + qkv + 2 * F,
-        "none": 14 * D + heads + 2 * qkv + 2 * F,  # most hidden states are also widened to fp32
-    }[model.remat]
+    stream = residual_width(config, mesh)
+    on_card, on_host = (sum(values.values()) for values in saved_bytes(config, mesh))
     kept_weights = L * layer_params * wide if keeps_gathered_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
@@ -300,11 +294,59 @@ def expected_bytes(
         "optimizer": moments,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
         "gradients": (stored + summed) * waiting + wide * held_back + summed * whole_trained,
-        "activations": work.slots * work.layers_per_chunk * tokens * saved * wide,
+        # Of what waits on the host, the card holds the values of two layers: of one on its way, and of one in use.
+        "activations": work.slots * work.layers_per_chunk * on_card + min(2, work.layers_per_chunk) * on_host,
         "logits": max(0, loss - layer - collectives),
         "collectives": collectives + wide * copied + rounded,
         "temporaries": layer,
     }
+
+
+def tokens_per_device(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the tokens of a micro-batch that a device computes, alone or together with the devices that share them."""
+    return config.rows_per_device(mesh) * config.data.seq_len // mesh["sequence"]
+
+
+def residual_width(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the numbers per token of the residual stream on a device."""
+    tensor, D = mesh["tensor"], config.model.embed_dim
+    return D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
+
+
+def saved_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[dict[ActivationName, int], dict[ActivationName, int]]:
+    """Returns the bytes that a layer's forward pass saves on a device for the backward pass, by name: of values that stay on
+    the card, and of values that wait in host memory. The names are those of `offload.activations`."""
+    model, computed, tensor = config.model, computed_model(config.model, mesh), mesh["tensor"]
+    tokens, wide = tokens_per_device(config, mesh), DTYPE_BYTES[model.compute_dtype]
+    stream, heads = residual_width(config, mesh), model.num_heads * model.head_dim // tensor
+    qkv, F = heads + 2 * computed.num_kv_heads * model.head_dim // tensor, model.mlp_dim // tensor
+    numbers: dict[ActivationName, float] = {"input": stream}
+    if keeps_two_residuals(config, mesh):
+        numbers["residual"] = stream
+    if model.remat == "none":  # most hidden states are also widened to fp32
+        D = model.embed_dim
+        numbers |= {"attention": 6 * D + heads + 2 * qkv, "gate_up": 8 * D - 2 * stream + 2 * F}
+    # With attention's output it saves the logarithm of the weights' sum, one fp32 number per head.
+    named: dict[ActivationName, float] = {
+        "attention": heads + model.num_heads // tensor * 4 / wide,
+        "qkv": qkv,
+        "gate_up": 2 * F,
+    }
+    numbers |= {name: count for name, count in named.items() if name in (SAVED_BY_REMAT[model.remat] or ())}
+    length = config.data.seq_len // num_parts("residual_seq" if stream < model.embed_dim else "seq", mesh)
+    of_tokens = saved_tokens(config.offload.saved_share, length) / length
+    share = {name: of_tokens if name in BY_TOKEN else 1.0 for name in numbers}
+    sizes: dict[ActivationName, int] = {name: int(share[name] * tokens * wide * count) for name, count in numbers.items()}
+    away = {name: size for name, size in sizes.items() if name in config.offload.names}
+    return {name: size for name, size in sizes.items() if name not in away}, away
+
+
+def host_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the bytes of a device's saved values that wait in host memory. The last layer's stay on the card; where layers
+    are written out, also those of the layer before it."""
+    _, away = saved_bytes(config, mesh)
+    staying = 2 if config.parallel.stack == "unrolled" else 1
+    return max(0, config.model.num_layers - staying) * sum(away.values())
 
 
 def keeps_two_residuals(config: Config, mesh: Mapping[str, int]) -> bool:

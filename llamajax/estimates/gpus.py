@@ -17,7 +17,7 @@ class Gpu:
     device_kinds: tuple[str, ...]
     """`device_kind` strings that jax reports for it."""
     family: str
-    """Group of GPUs that sustain the same shares of their data sheets; `llamajax.planning.cost.gpu` has the shares."""
+    """Group of GPUs that sustain the same shares of their data sheets; `llamajax.estimates.machine` has the shares."""
     peak_flops: float
     """Dense bfloat16 tensor-core FLOP/s (two per multiply-add) that accumulate in float32, without sparsity."""
     memory_bytes: int
@@ -32,6 +32,8 @@ class Gpu:
     node_bandwidth: float | None
     """Bytes per second, each way, between a node of eight GPUs and the network; the ports come with the GPUs. None: such
     nodes have no usual network, and `HardwareConfig` must set it."""
+    host_memory: int | None
+    """Bytes of memory of the host of eight such GPUs; None: there is no usual host, and `HardwareConfig` must set it."""
     compute_capability: tuple[int, int]
     """CUDA compute capability."""
     cores: int
@@ -58,6 +60,8 @@ class Gpu:
 # (GpuTargetConfigProto). Networks: four ports of 200 Gb/s per A100 node, as Megatron-LLaMA's cluster of 512 had
 # (github.com/alibaba/Megatron-LLaMA); eight of 400 Gb/s per H100 or H200 node, as in the DGX H100 and H200 (NVIDIA's data
 # sheets). PCIe and NVL cards of the same names have lower clocks and are deliberately not listed: their rate is measured.
+# Host memory: NVIDIA's data sheets of the DGX A100 (320 GB and 640 GB), H100, H200 and B200.
+_MIB, _GIB = 2**20, 2**30
 _A100 = Gpu(
     name="A100-40GB",
     family="A100",
@@ -67,6 +71,7 @@ _A100 = Gpu(
     memory_bandwidth=1.5552e12,
     gpu_bandwidth=300e9,
     node_bandwidth=100e9,
+    host_memory=1024 * _GIB,
     compute_capability=(8, 0),
     cores=108,
     fp32_lanes=64,
@@ -85,6 +90,7 @@ _H100 = Gpu(
     memory_bandwidth=3.35232e12,
     gpu_bandwidth=450e9,
     node_bandwidth=400e9,
+    host_memory=2048 * _GIB,
     compute_capability=(9, 0),
     cores=132,
     fp32_lanes=128,
@@ -95,8 +101,8 @@ _H100 = Gpu(
     description="NVIDIA H100 80GB HBM3",
 )
 # NVIDIA's data sheet of the HGX and DGX B200: 36 PFLOP/s of bfloat16 "with sparsity" for eight GPUs; of the GB200 NVL72: 360
-# for 72; NVLink 1.8 TB/s for both ways together. All else: XLA's own descriptions of both. Network: one ConnectX-7 of 400
-# Gb/s per GPU, in DGX B200 and in GB200 NVL72.
+# for 72; NVLink 1.8 TB/s for both ways together; 480 GB of host memory for each two GB200. All else: XLA's own descriptions
+# of both. Network: one ConnectX-7 of 400 Gb/s per GPU, in DGX B200 and in GB200 NVL72.
 _B200 = dataclasses.replace(
     _H100,
     name="B200",
@@ -123,7 +129,6 @@ _B200 = dataclasses.replace(
 # that torch reports (`total_memory`), which depends on the driver least among several figures. PCIe 4 and 5 with 16 lanes:
 # 16 and 32 GT/s, minus the line code.
 _PCIE_4, _PCIE_5 = 31.5e9, 63e9
-_MIB = 2**20
 _RTX_3090 = Gpu(
     name="RTX-3090",
     family="RTX-4090",
@@ -134,6 +139,7 @@ _RTX_3090 = Gpu(
     link="PCIe without peer-to-peer",
     gpu_bandwidth=_PCIE_4,
     node_bandwidth=None,
+    host_memory=None,
     compute_capability=(8, 6),
     cores=82,
     fp32_lanes=128,
@@ -157,7 +163,8 @@ _RTX_4090 = dataclasses.replace(
     l2_bytes=72 * _MIB,
     description="NVIDIA GeForce RTX 4090",
 )
-# Networks of the rented instances with these cards, g5.48xlarge, g6.48xlarge and g6e.48xlarge: 100, 100 and 400 Gb/s.
+# Rented instances with eight of these cards, g5.48xlarge, g6.48xlarge and g6e.48xlarge: networks of 100, 100 and 400 Gb/s,
+# hosts of 768, 768 and 1,536 GiB (Amazon's pages about the instance types).
 _L40S = dataclasses.replace(
     _RTX_4090,
     name="L40S",
@@ -168,6 +175,7 @@ _L40S = dataclasses.replace(
     memory_bandwidth=864e9,
     link="PCIe",
     node_bandwidth=50e9,
+    host_memory=1536 * _GIB,
     cores=142,
     l2_bytes=96 * _MIB,
     description="NVIDIA L40S",
@@ -180,6 +188,7 @@ GPUS = (
         device_kinds=("NVIDIA A100-SXM4-80GB",),
         memory_bytes=85_100_068_864,
         memory_bandwidth=2.03904e12,
+        host_memory=2048 * _GIB,
         description="NVIDIA A100-SXM4-80GB",
     ),
     _H100,
@@ -199,6 +208,7 @@ GPUS = (
         peak_flops=2500e12,
         memory_bytes=197_897_748_480,
         memory_bandwidth=7.928064e12,
+        host_memory=4 * 480 * 10**9,
         cores=152,
         clock_ghz=2.062,
         l2_bytes=135_528_448,
@@ -242,6 +252,7 @@ GPUS = (
         memory_bandwidth=600e9,
         link="PCIe",
         node_bandwidth=12.5e9,
+        host_memory=768 * _GIB,
         cores=80,
         clock_ghz=1.71,
         description="NVIDIA A10G",
@@ -254,6 +265,7 @@ GPUS = (
         memory_bytes=22_478 * _MIB,
         memory_bandwidth=300e9,
         node_bandwidth=12.5e9,
+        host_memory=768 * _GIB,
         cores=58,
         clock_ghz=2.04,
         l2_bytes=48 * _MIB,
@@ -264,7 +276,7 @@ GPUS = (
 
 
 def planned_gpu(config: HardwareConfig) -> Gpu:
-    """Returns the GPU to plan for, with the bandwidths of `config`'s nodes.
+    """Returns the GPU to plan for, with the bandwidths and the host memory of `config`'s nodes.
 
     Raises:
         ConfigError: `config` names no GPU.
@@ -274,10 +286,12 @@ def planned_gpu(config: HardwareConfig) -> Gpu:
         names = ", ".join(gpu.name.lower() for gpu in GPUS)
         raise ConfigError(f"hardware.gpu: a plan needs a GPU; set it to one of {names}")
     usual = None if gpu.node_bandwidth is None else gpu.node_bandwidth * config.gpus_per_node / 8
+    usual_memory = None if gpu.host_memory is None else gpu.host_memory * config.gpus_per_node // 8
     return dataclasses.replace(
         gpu,
         gpu_bandwidth=config.gpu_bandwidth or gpu.gpu_bandwidth,
         node_bandwidth=config.node_bandwidth or usual,
+        host_memory=usual_memory if config.host_memory is None else int(config.host_memory),
     )
 
 

@@ -23,6 +23,7 @@ from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
 from llamajax.parallel.sharding import as_tuple, spec
 from llamajax.parallel.stages import is_staged
+from llamajax.parallel.token_share import by_share
 from llamajax.parallel.zero import weight
 
 KeyValue = tuple[Keys, Keys]
@@ -76,29 +77,37 @@ class Attention(nnx.Module):
         *,
         sequence: SequenceForm = "gather",
         tensor: TensorForm = "collective",
+        saved_share: float = 1.0,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Returns the addition to the residual stream, in x's dtype; and the keys and values of these tokens.
 
         With `past`, T is 1: the newest token of each row sees the cached tokens before it, and no segments. `sequence` is
-        the form of attention to split rows; `tensor` is the form of matmuls that devices share.
+        the form of attention to split rows; `tensor` is the form of matmuls that devices share. `saved_share` is the share
+        of the tokens whose projections have the checkpoint name `qkv`.
         """
-        q, k, v = self._project(x, rows, tensor)
+        q, k, v = self._project(x, rows, tensor, saved_share)
         with jax.named_scope("attend"):
             out, _ = attend(q, k, v, rows.mask, self.scale, past=past, kernel=self.kernel, sequence=sequence)
         with jax.named_scope("output_projection"):
             out = scattered_matmul(out, self.wo[...], jax.typeof(x).sharding.spec, tensor)
             return with_bias(out, self.output_bias), (k, v)
 
-    def _project(self, x: Float[Array, "B T D"], rows: Rows, tensor: TensorForm) -> tuple[Queries, Keys, Keys]:
+    def _project(
+        self, x: Float[Array, "B T D"], rows: Rows, tensor: TensorForm, saved_share: float
+    ) -> tuple[Queries, Keys, Keys]:
         """Returns queries, keys and values; queries and keys are rotated by their positions."""
         with jax.named_scope("qkv"):
-            qkv = gathered_matmul(x, self.wqkv[...], tensor)
-            if self.qkv_bias is not None:
-                bias = self.qkv_bias[...]
-                of_stages = is_staged(jax.typeof(bias).sharding.spec)
-                split = _split_qkv(bias if of_stages else bias[None], jnp.float32)
-                qkv = with_bias(qkv, split if of_stages else split[0])
-            qkv = checkpoint_name(qkv, "qkv")
+
+            def project(x: jax.Array, is_saved: bool) -> jax.Array:
+                qkv = gathered_matmul(x, self.wqkv[...], tensor)
+                if self.qkv_bias is not None:
+                    bias = self.qkv_bias[...]
+                    of_stages = is_staged(jax.typeof(bias).sharding.spec)
+                    split = _split_qkv(bias if of_stages else bias[None], jnp.float32)
+                    qkv = with_bias(qkv, split if of_stages else split[0])
+                return checkpoint_name(qkv, "qkv") if is_saved else qkv
+
+            qkv = by_share(project, x, saved_share)
             q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

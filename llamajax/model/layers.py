@@ -94,7 +94,12 @@ class MLP(nnx.Module):
         self.down_bias = bias((D,), stored=(None,)) if config.mlp_bias else None
 
     def __call__(
-        self, x: Float[Array, "B T D"], tensor: TensorForm = "collective", *, gates_in_stack: bool = False
+        self,
+        x: Float[Array, "B T D"],
+        tensor: TensorForm = "collective",
+        *,
+        gates_in_stack: bool = False,
+        is_saved: bool = True,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Returns the addition to the residual stream, in x's dtype; and the auxiliary values.
 
@@ -103,11 +108,12 @@ class MLP(nnx.Module):
             tensor: form of matmuls that devices share.
             gates_in_stack: whether the backward pass reads `gate_up` from a stack of all layers. XLA's own kernels read it
                 there; another kernel needs a copy.
+            is_saved: whether gates and inputs have the checkpoint name `gate_up`.
         """
         residual, w_down = jax.typeof(x).sharding.spec, self.w_down[...]
         with jax.named_scope("gate_up"):
             gate_up = with_bias(gathered_matmul(x, self.w_gate_up[...], tensor), self.gate_up_bias)
-            gate_up = checkpoint_name(gate_up, "gate_up")
+            gate_up = checkpoint_name(gate_up, "gate_up") if is_saved else gate_up
         with jax.named_scope("down_projection"):
             if gates_in_stack:
                 out = scattered_matmul(gated(gate_up), w_down, residual, tensor)

@@ -1,7 +1,7 @@
 """One decoder for Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3;
 ModelConfig distinguishes them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import SAVED_BY_REMAT, ModelConfig, Remat
+from llamajax.config.offload import ON_CARD, OffloadConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
@@ -21,11 +22,13 @@ from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
 from llamajax.model.rope import RopeTable, positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.saved_values import Names, Policy
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
-from llamajax.parallel.stack import Layers, Part, Policy, run_layers, run_prefetching
+from llamajax.parallel.stack import Layers, Part, run_layers, run_prefetching
 from llamajax.parallel.stages import num_stages
 from llamajax.parallel.tensor import is_shared
+from llamajax.parallel.token_share import by_share
 from llamajax.parallel.vocabulary import logits, look_up, table
 from llamajax.parallel.zero import PreparedWeights, gathered
 
@@ -105,21 +108,37 @@ class Layer(nnx.Module):
 
 
 def _attention_part(
-    weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows, parallel: ParallelConfig, past: Past | None = None
+    weights: tuple[RMSNorm, Attention],
+    x: Activations,
+    rows: Rows,
+    parallel: ParallelConfig,
+    past: Past | None = None,
+    *,
+    saved_share: float = 1.0,
 ) -> tuple[Activations, KeyValue]:
     norm, attention = weights
+    forms = {"sequence": parallel.sequence, "tensor": parallel.tensor, "saved_share": saved_share}
     with jax.named_scope("attention"):
-        out, key_value = attention(norm(x.residual), rows, past, sequence=parallel.sequence, tensor=parallel.tensor)
+        out, key_value = attention(norm(x.residual), rows, past, **forms)
         residual, auxiliary = x.plus(out, {})
         return Activations(checkpoint_name(residual, "residual"), auxiliary), key_value
 
 
 def _mlp_part(
-    weights: tuple[RMSNorm, MLP], x: Activations, parallel: ParallelConfig, *, gates_in_stack: bool
+    weights: tuple[RMSNorm, MLP],
+    x: Activations,
+    parallel: ParallelConfig,
+    *,
+    gates_in_stack: bool,
+    saved_share: float = 1.0,
 ) -> Activations:
     norm, mlp = weights
+
+    def run(residual: jax.Array, is_saved: bool) -> tuple[jax.Array, Auxiliary]:
+        return mlp(norm(residual), parallel.tensor, gates_in_stack=gates_in_stack, is_saved=is_saved)
+
     with jax.named_scope("mlp"):
-        return x.plus(*mlp(norm(x.residual), parallel.tensor, gates_in_stack=gates_in_stack))
+        return x.plus(*by_share(run, x.residual, saved_share))
 
 
 def saved_names(remat: Remat, x: Float[Array, "B T D"]) -> tuple[str, ...] | None:
@@ -137,20 +156,32 @@ class StackForms(TypedDict):
     dtype: DTypeLike
     saved: Policy | None
     made_first: Policy
+    names: Sequence[Names]
+    offloaded: Collection[str]
 
 
-def stack_forms(parallel: ParallelConfig, remat: Remat, x: Float[Array, "B T D"]) -> StackForms:
-    """Returns the parts of a layer and what it saves, for residual streams like x."""
-    saved = saved_names(remat, x)
-    gates_in_stack = "gate_up" in (saved or ()) and (parallel.stack != "unrolled" or num_stages() > 1)
+def stack_forms(
+    parallel: ParallelConfig, remat: Remat, x: Float[Array, "B T D"], offload: OffloadConfig = ON_CARD
+) -> StackForms:
+    """Returns the parts of a layer, what it saves, and what of it waits in host memory, for residual streams like x."""
+    saved, share = saved_names(remat, x), offload.saved_share
+    is_stacked = (parallel.stack != "unrolled" or num_stages() > 1) and "gate_up" not in offload.names
+    gates_in_stack = "gate_up" in (saved or ()) and is_stacked
 
     def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
-        return _attention_part(weights, x, rows, parallel)[0]
+        return _attention_part(weights, x, rows, parallel, saved_share=share)[0]
 
     def transform(weights: tuple[RMSNorm, MLP], x: Activations, _: Rows) -> Activations:
-        return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack)
+        return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack, saved_share=share)
 
-    return {"parts": (attend, transform), "dtype": x.dtype, "saved": _policy(saved), "made_first": _DEAR}
+    return {
+        "parts": (attend, transform),
+        "dtype": x.dtype,
+        "saved": _policy(saved),
+        "made_first": _DEAR,
+        "names": (Names("input", "attention"), Names("residual", "gate_up")),
+        "offloaded": offload.names,
+    }
 
 
 class Llama(nnx.Module):
@@ -190,6 +221,7 @@ class Llama(nnx.Module):
         *,
         parallel: ParallelConfig = PLAIN,
         remat: Remat = "none",
+        offload: OffloadConfig = ON_CARD,
         copies: "Llama | None" = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Returns the normed states that the head reads, in `compute_dtype` and in the order of
@@ -202,6 +234,7 @@ class Llama(nnx.Module):
             positions: positions for the rotary embedding. None: counted from the start of each segment.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
             remat: values saved for the backward pass. Never `auto`, which `llamajax.step.resolve` resolves.
+            offload: those that wait in host memory, for a stack that prefetches. Never `auto` either.
             copies: copies of the weights, see `PreparedWeights`; a weight that is None there has no copy.
         """
         config, sequence = self.config, parallel.sequence
@@ -223,7 +256,7 @@ class Llama(nnx.Module):
                 x=activations,
                 shared=rows,
                 unrolled=parallel.stack == "unrolled",
-                **stack_forms(parallel, remat, x),
+                **stack_forms(parallel, remat, x, offload),
             )
         else:
             saved = saved_names(remat, x)

@@ -12,9 +12,14 @@ In a loop, everything that a layer keeps for its backward pass is copied into a 
 by layer (`unrolled`) it stays where it was created, at the price of a program that grows with the layers. Barriers then
 separate the layers, which XLA would otherwise mix: it would gather all weights at once, and scatter all gradients at the
 end.
+
+Saved values may wait in host memory (`offloaded`). They leave while the next kernels run, and return one layer ahead. In a
+loop they are its results, because memory for these is allocated on the host and nowhere else. Written out, a layer's values
+leave while the next layer runs, between barriers: without them XLA drops both copies, or copies when the backward pass
+starts, and says nothing. The last layers' values stay, because they are needed at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,10 +29,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from llamajax.parallel.arrays import after
+from llamajax.parallel.saved_values import DEVICE, HOST, Kept, Names, Policy, joined, marked, moved, noting, parted, unmarked
 from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand_ins, with_stand_ins
 
-Policy = Callable[..., bool]
-"""A policy of `jax.checkpoint`: whether the backward pass finds the results of a primitive saved."""
 Part = Callable[[Any, Any, Any], Any]
 """A part of a layer: a function from its gathered weights, the activations and data shared by all layers to the next
 activations."""
@@ -112,6 +116,8 @@ def run_prefetching(
     saved: Policy | None,
     made_first: Policy,
     unrolled: bool = False,
+    names: Sequence[Names] = (),
+    offloaded: Collection[str] = (),
 ) -> Any:
     """Runs layers one after the other, each of them part by part.
 
@@ -131,11 +137,15 @@ def run_prefetching(
         made_first: policy for values recomputed in phase one and kept for phase two. Include expensive values only; cheap
             ones fuse better into their consumer.
         unrolled: write out every layer; the program has no loop over them.
+        names: names of each part's saved values; needed for `offloaded`.
+        offloaded: names of the saved values that wait in host memory. Values with fewer than three dims always stay.
 
     Returns:
         The output of the last layer.
     """
-    stack = Stack.of(parts, dtype=dtype, saved=saved, made_first=made_first, unrolled=unrolled)
+    stack = Stack.of(
+        parts, dtype=dtype, saved=saved, made_first=made_first, unrolled=unrolled, names=names, offloaded=offloaded
+    )
     weights = weights.part(lambda layers: tuple(None if trees is None else stack.grouped(trees) for trees in layers))
     return _run(stack, weights, shared, x)
 
@@ -144,29 +154,6 @@ def _in_turn(parts: tuple[Part, ...], weights: tuple[Any, ...], x: Any, shared: 
     for part, own in zip(parts, weights, strict=True):
         x = part(own, x, shared)
     return x
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
-@dataclass(frozen=True)
-class Kept:
-    """A pull-back (`jax.vjp`) without the arrays that are available again when it is called."""
-
-    leaves: tuple[jax.Array, ...]
-    tree: Any
-    """Tree structure of the pull-back."""
-    places: tuple[int | None, ...]
-    """For each array of the pull-back its index among the available arrays, or None if it is the next of `leaves`."""
-
-    @staticmethod
-    def of(pull_back: Any, at_hand: Any) -> "Kept":
-        place_of = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(at_hand))}
-        leaves, tree = jax.tree.flatten(pull_back)
-        places = tuple(place_of.get(id(leaf)) for leaf in leaves)
-        return Kept(tuple(leaf for leaf, place in zip(leaves, places, strict=True) if place is None), tree, places)
-
-    def pull_back(self, at_hand: Any) -> Any:
-        again, kept = jax.tree.leaves(at_hand), iter(self.leaves)
-        return jax.tree.unflatten(self.tree, [next(kept) if place is None else again[place] for place in self.places])
 
 
 @dataclass(frozen=True)
@@ -178,15 +165,24 @@ class Stack:
     saved: Policy | None
     made_first: Policy
     unrolled: bool
+    names: tuple[Names, ...]
+    offloaded: frozenset[str]
 
     @staticmethod
     def of(
-        parts: Sequence[Part], *, dtype: DTypeLike, saved: Policy | None, made_first: Policy, unrolled: bool = True
+        parts: Sequence[Part],
+        *,
+        dtype: DTypeLike,
+        saved: Policy | None,
+        made_first: Policy,
+        unrolled: bool = True,
+        names: Sequence[Names] = (),
+        offloaded: Collection[str] = (),
     ) -> "Stack":
         """Returns the stack of layers with these parts; arguments as for `run_prefetching`. A layer that saves only its
         input runs as one part."""
         own = (partial(_in_turn, tuple(parts)),) if saved is NOTHING else tuple(parts)
-        return Stack(own, dtype, saved, made_first, unrolled)
+        return Stack(own, dtype, saved, made_first, unrolled, tuple(names), frozenset(offloaded))
 
     def grouped(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns one tree of weights for each of the stack's parts, from one tree for each part of a layer."""
@@ -203,24 +199,41 @@ class Stack:
         """Returns the activations after a layer, and the values that its backward pass needs."""
         if self.saved is NOTHING:
             (part,), (own,) = self.parts, weights
-            return part(own, x, shared), x
+            return part(own, x, shared), marked(x, self._goes_away(0, x, {}))
         kept = []
-        for part, own in zip(self.parts, weights, strict=True):
+        for number, (part, own) in enumerate(zip(self.parts, weights, strict=True)):
 
             def run(into: Any, x: Any, part: Part = part, own: Any = own) -> Any:
                 return part(with_stand_ins(own, into), x, shared)
 
+            named: dict[tuple[Any, ...], str] = {}
             if self.saved is not None:
-                run = jax.checkpoint(run, policy=self.saved, prevent_cse=False)
-            x, pull_back = jax.vjp(run, stand_ins(own), x)
-            kept.append(Kept.of(pull_back, (own, shared)))
+                run = jax.checkpoint(run, policy=noting(self.saved, named), prevent_cse=False)
+            out, pull_back = jax.vjp(run, stand_ins(own), x)
+            kept.append(marked(Kept.of(pull_back, (own, shared)), self._goes_away(number, x, named)))
+            x = out
         return x, kept
+
+    def _goes_away(self, part: int, x: Any, named: Mapping[tuple[Any, ...], str]) -> Callable[[jax.Array], bool]:
+        """Returns the test for saved values of a part that wait in host memory: of those that are its input `x`, those of
+        the `named` shapes, and others."""
+        inputs = set(map(id, jax.tree.leaves(x)))
+
+        def goes_away(leaf: jax.Array) -> bool:
+            if not self.offloaded or leaf.ndim < 3:
+                return False
+            of_input, of_others = self.names[part]
+            name = of_input if id(leaf) in inputs else named.get((leaf.shape, leaf.dtype), of_others)
+            return name in self.offloaded
+
+        return goes_away
 
     def layer_back(self, weights: Any, shared: Any, kept: Any, dx: Any, meanwhile: Any) -> tuple[Any, Any, Any]:
         """Returns the gradients of a layer's weights and input.
 
         `meanwhile` is computed during the first phase or used after it, and is returned for later use.
         """
+        kept = unmarked(kept)
         if self.saved is NOTHING:
             (part,), (own,) = self.parts, weights
 
@@ -281,12 +294,12 @@ def _last(stored: Any) -> int:
     return jax.tree.leaves(stored)[0].shape[0] - 1
 
 
-def _index(number: jax.Array, place: int, period: int) -> jax.Array:
+def _index(number: Any, place: int, period: int) -> Any:
     """Returns the index of the layer at `place` of round `number`."""
     return number if period == 1 else number * period + place
 
 
-def _is_parted(stack: Stack, shared: tuple[Any, ...]) -> bool:
+def _isparted(stack: Stack, shared: tuple[Any, ...]) -> bool:
     """Returns whether layers are written out one after the other, with barriers between them."""
     return stack.unrolled or len(shared) > 1
 
@@ -298,7 +311,7 @@ def _run(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -
 
 def _forward(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> tuple[Any, Any]:
     (stored, _), (_, first) = prepared.trained, prepared.used
-    period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
+    period, is_parted, last = len(shared), _isparted(stack, shared), _last(stored)
 
     def step(place: int, index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         if is_parted:
@@ -307,25 +320,32 @@ def _forward(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: An
         x, own = stack.layer(weights, shared[place % period], x)
         return x, upcoming, own
 
-    def round_of_loop(number: jax.Array, carry: Any) -> Any:
-        x, weights, stacks = carry
+    def round_of_loop(carry: Any, _: None) -> Any:
+        number, x, weights, rooms = carry
+        away = []
         for place in range(period):
             x, weights, own = step(place, _index(number, place, period), x, weights)
-            stacks = [*stacks[:place], _with(stacks[place], jax.tree.leaves(own), number), *stacks[place + 1 :]]
-        return x, weights, stacks
+            staying, leaving = parted(own)
+            rooms = [*rooms[:place], _with(rooms[place], staying, number), *rooms[place + 1 :]]
+            away.append(moved(leaving, HOST))
+        return (number + 1, x, weights, rooms), away
 
     num_rounds = 0 if stack.unrolled else last // period
     weights = stack.gather(prepared, 0) if first is None else first
     stacks, kept = [], []
     if num_rounds:
         like = [jax.eval_shape(lambda weights, x, own=own: stack.layer(weights, own, x)[1], weights, x) for own in shared]
-        room = [[_room(one, num_rounds, shared) for one in jax.tree.leaves(own)] for own in like]
+        rooms = [[_room(one, num_rounds, shared) for one in parted(own)[0]] for own in like]
         # A counter instead of given numbers: XLA copies in parallel with the computation if the index follows from the
         # loop's own counter.
-        x, weights, stacks = jax.lax.fori_loop(0, num_rounds, round_of_loop, (x, weights, room))
-        stacks = [jax.tree.unflatten(jax.tree.structure(own), leaves) for own, leaves in zip(like, stacks, strict=True)]
+        carry = jnp.int32(0), x, weights, rooms
+        (_, x, weights, rooms), away = jax.lax.scan(round_of_loop, carry, None, length=num_rounds)
+        stacks = list(map(joined, like, rooms, away))
     for number in range(num_rounds * period, last):
         x, weights, own = step(number, jnp.int32(number), x, weights)
+        if kept and (below := parted(kept[-1]))[1]:
+            (x, weights), away = jax.lax.optimization_barrier(((x, weights), moved(below[1], HOST)))
+            kept[-1] = joined(kept[-1], below[0], away)
         kept.append(own)
     x, kept_last = stack.layer(weights, shared[last % period], x)
     return x, (prepared, shared, stacks, kept, weights, kept_last)
@@ -334,44 +354,60 @@ def _forward(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: An
 def _backward(stack: Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
     prepared, shared, stacks, kept, weights, kept_last = residuals
     stored, first = prepared.trained
-    period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
+    period, is_parted, last = len(shared), _isparted(stack, shared), _last(stored)
     grads = jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
 
-    def step(place: int, index: jax.Array, own: Any, carry: Any) -> Any:
-        """Runs one layer's backward pass and reduces the gradients of the layer above."""
-        (dx, weights, above), grads = carry
+    looped = last - len(kept)
+
+    def saved_by(place: int, number: int | jax.Array) -> Any:
+        """Returns what the layer at `place` of round `number` saved."""
+        index = number * period + place
+        return kept[index - looped] if isinstance(index, int) and index >= looped else _at(stacks[place], number)
+
+    def step(place: int, number: int | jax.Array, carry: Any) -> Any:
+        """Runs one layer's backward pass, reduces the gradients of the layer above and brings back what the layer below
+        saved."""
+        (dx, weights, above, own_away), grads = carry
+        index, own = jnp.asarray(_index(number, place, period), jnp.int32), saved_by(place, number)
+        below = saved_by(place - 1, number) if place else saved_by(period - 1, number - 1)
+        staying, coming = parted(own)[0], parted(below)[1]
         if is_parted:
             # Recomputed values must not come from the forward pass, which would have to keep them.
-            (index, own, dx, above), weights = _before((index, own, dx, above), weights)
-        upcoming = stack.gather(prepared, index - 1)
-        d_weights, dx, (weights, above) = stack.layer_back(weights, shared[place % period], own, dx, (upcoming, above))
+            waiting = index, staying, own_away, coming, dx, above
+            (index, staying, own_away, coming, dx, above), weights = _before(waiting, weights)
+        upcoming, coming = stack.gather(prepared, index - 1), moved(coming, DEVICE)
+        own = joined(own, staying, own_away)
+        d_weights, dx, (weights, above) = stack.layer_back(weights, shared[place], own, dx, (upcoming, above))
         reduced, above = stack.reduced(stored, above), d_weights
         if is_parted:
             (index, reduced, dx, above), weights = _before((index, reduced, dx, above), weights)
-        return (dx, weights, above), _with(grads, reduced, index + 1)
+        return (dx, weights, above, coming), _with(grads, reduced, index + 1)
 
     def round_of_loop(carry: Any, number: jax.Array) -> tuple[Any, None]:
         for place in reversed(range(period)):
-            carry = step(place, _index(number, place, period), _at(stacks[place], number), carry)
+            carry = step(place, number, carry)
         return carry, None
 
     if last > 0:
         upcoming = stack.gather(prepared, last - 1)
         if is_parted:
             kept_last, dx = jax.lax.optimization_barrier((kept_last, dx))
+        coming = moved(parted(saved_by((last - 1) % period, (last - 1) // period))[1], DEVICE)
         above, dx, weights = stack.layer_back(weights, shared[last % period], kept_last, dx, upcoming)
-        carry, looped = ((dx, weights, above), grads), last - len(kept)
-        for number in range(last - 1, max(looped, 1) - 1, -1):
-            carry = step(number, jnp.int32(number), kept[number - looped], carry)
+        carry = (dx, weights, above, coming), grads
+        for index in range(last - 1, max(looped, 1) - 1, -1):
+            carry = step(index % period, index // period, carry)
         if looped:
             carry, _ = jax.lax.scan(round_of_loop, carry, jnp.arange(looped // period - 1, 0, -1))
             for place in range(period - 1, 0, -1):
-                carry = step(place, jnp.int32(place), _at(stacks[place], 0), carry)
+                carry = step(place, 0, carry)
         carry, grads = carry
-        kept_first = _at(stacks[0], 0) if looped else kept[0]
+        kept_first = saved_by(0, 0)
+        staying = parted(kept_first)[0]
         if is_parted:
-            carry, kept_first = jax.lax.optimization_barrier((carry, kept_first))
-        dx, weights, above = carry
+            carry, staying = jax.lax.optimization_barrier((carry, staying))
+        dx, weights, above, coming = carry
+        kept_first = joined(kept_first, staying, coming)
         d_first, dx, above = stack.layer_back(weights, shared[0], kept_first, dx, above)
         reduced = stack.reduced(stored, above)
         if is_parted:

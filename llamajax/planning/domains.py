@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from llamajax.config.run import Config
 from llamajax.estimates.formulas import mesh_sizes
+from llamajax.estimates.machine import planned_machine
 from llamajax.estimates.partition import partition
 from llamajax.planning.cost.attention import scores_of_calls
-from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.plan import Schedule
 

@@ -11,8 +11,8 @@ from llamajax.config.model import Remat
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import mesh_sizes
+from llamajax.estimates.machine import planned_machine
 from llamajax.planning.cost.attention import planned_kernel, scores_of_calls
-from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.fitting import Suggestion, suggestions

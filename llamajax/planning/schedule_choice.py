@@ -13,9 +13,9 @@ import jax
 from llamajax import disk
 from llamajax.config.model import REMATS, Remat
 from llamajax.config.run import Config
+from llamajax.estimates.machine import Machine
 from llamajax.parallel import compilation_cache
 from llamajax.planning.cost.attention import Scores
-from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.latencies import latency_text

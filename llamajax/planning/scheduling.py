@@ -18,9 +18,9 @@ from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.calibration import read_measurement
+from llamajax.estimates.machine import planned_machine
 from llamajax.parallel import compilation_cache
 from llamajax.planning.cost.attention import scores_of_calls
-from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
 from llamajax.planning.schedule_choice import FASTEST, GUESSES, Judge, Judged, Preference, fastest_remat
 from llamajax.processes.peers import everyones, of_first

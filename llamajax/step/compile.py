@@ -47,8 +47,9 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
     num_devices = math.prod(axes.values())
     if config.xla.deterministic:
         options[EXCLUDES_NONDETERMINISTIC] = True
-    if num_devices > 1:
-        # Off by default for A100, where every collective would then block the GPU.
+    is_copying = bool(config.offload.names)
+    if num_devices > 1 or is_copying:
+        # Off by default for A100 and for one GPU, where every collective or copy would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True
         # In percent: the memory that arrays may use. Where the scheduler assumes less, it silently hides nothing.
         options["xla_gpu_memory_limit_slop_factor"] = str(int(100 * run.memory_fraction / _ASSUMED_FRACTION))
@@ -59,6 +60,10 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
             # `model.remat` decides what is recomputed; XLA counts a loop's stacks again for each layer of an iteration.
             disabled.append("rematerialization")
         options[_DISABLED] = ",".join(disabled)
+        if is_copying:
+            # In a loop, a copy to or from a layer's place in a stack counts as asynchronous computation. By default two may
+            # be in flight; a layer has one for each value, both ways.
+            options["xla_gpu_experimental_parallel_async_compute_limit"] = "8"
         if config.parallel.tensor == "ring" or axes["pipeline"] > 1:
             # Weights, or activations of stages, come from other nodes while tokens pass within a node; one at a time, they
             # would wait for every hop.

@@ -17,6 +17,7 @@ from jax import P
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.model import Remat
+from llamajax.config.offload import ON_CARD, OffloadConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, axes_of
 from llamajax.model import Llama
 from llamajax.parallel.arrays import after
@@ -50,6 +51,7 @@ def loss_fn(
     z_loss_weight: float,
     parallel: ParallelConfig = PLAIN,
     remat: Remat = "none",
+    offload: OffloadConfig = ON_CARD,
 ) -> tuple[jax.Array, tuple[LossSums, dict[str, jax.Array]]]:
     """Returns the batch's summed loss, to differentiate and to divide by a token count; and for reports all its sums, and
     the sums of the layers' auxiliary values, float32 scalars over the same tokens.
@@ -60,10 +62,11 @@ def loss_fn(
         z_loss_weight: weight of the squared log-partition function, which keeps logits small (PaLM, arXiv:2204.02311).
         parallel: the forms in which devices share the work.
         remat: see `Llama.hidden`.
+        offload: see `Llama.hidden`.
     """
     weights = _with_ends_apart(weights)
     model, rows = weights.trained, (batch["tokens"], batch["segment_ids"], batch["positions"])
-    hidden, auxiliary = model.hidden(*rows, parallel=parallel, remat=remat, copies=weights.copies)
+    hidden, auxiliary = model.hidden(*rows, parallel=parallel, remat=remat, offload=offload, copies=weights.copies)
     targets = laid_out(batch["targets"], parallel.sequence)  # in the order of the hidden states; a sum has no order
     with jax.named_scope("loss"):
         output = weights.part(Llama.output_weight)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamajax.config.model import REMATS, ModelConfig, Remat
+from llamajax.config.offload import NOT_PIPELINE, NOT_SCAN, ON_CARD
 from llamajax.config.parallel import Reduction, SequenceForm, StackForm, TensorForm, num_parts, splits_residual
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
@@ -15,6 +16,7 @@ from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     expected_bytes,
     gathered_layer_bytes,
+    host_bytes,
     layer_matrix_bytes,
     mesh_sizes,
     params_gathered_once,
@@ -22,11 +24,13 @@ from llamajax.estimates.formulas import (
 )
 from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.estimates.gpus import Gpu, planned_gpu
+from llamajax.estimates.host_memory import host_room
 from llamajax.kernels.choice import Site, can_fuse, choose
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.tensor import SHARED
 from llamajax.step.loss import MAX_CHUNK_LOGITS
+from llamajax.step.offload_form import OffloadChoice, layers_seconds, offload_form
 from llamajax.step.pipeline_forms import head_form, pipeline_form
 from llamajax.units import format_bytes
 
@@ -73,7 +77,9 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
     budget = None if gpu is None or config.mesh.num_cpu_devices is not None else fraction * gpu.memory_bytes
     asked, (remat, reason) = config.model.remat, remat_policy(config, mesh, budget)
     config = _with_remat(config, remat)
-    chosen = {
+    offload = offload_choice(config, mesh, budget)
+    config = dataclasses.replace(config, offload=offload.offload)
+    chosen: dict[str, tuple[Any, str]] = {
         "stack": stack_form(config, mesh, budget),
         "sequence": sequence_form(config, mesh),
         "tensor": tensor_form(config, mesh),
@@ -91,13 +97,10 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         no_choice.add("pipeline_head")
     if asked == "auto":
         chosen["remat"] = remat, reason
-    return ResolvedRun(
-        config=config,
-        mesh=mesh,
-        gpu=gpu,
-        memory_fraction=fraction,
-        reasons={setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice},
-    )
+    reasons = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice}
+    if offload.reason:
+        reasons["offload"] = offload.reason
+    return ResolvedRun(config=config, mesh=mesh, gpu=gpu, memory_fraction=fraction, reasons=reasons)
 
 
 def resolve_planned(config: Config) -> ResolvedRun:
@@ -138,12 +141,39 @@ def remat_policy(config: Config, axes: Mapping[str, int], budget: float | None) 
         return asked, "model.remat says so"
     if budget is None:
         return "full", "there is no GPU, or hardware.gpu does not name it, so its memory is unknown"
+    if config.offload.activations != "none":
+        return _fastest_with_offload(config, axes, budget), "is the fastest that should fit, with values in host memory"
     for remat in REMATS:
         tried = _with_remat(config, remat)
         form, _ = stack_form(tried, axes, budget)
         if _fits(_in_forms(tried, stack=form), axes, budget):
             return remat, "saves most of what should fit"
     return "full", "no policy that saves more should fit"
+
+
+def _fastest_with_offload(config: Config, axes: Mapping[str, int], budget: float) -> Remat:
+    """Returns the policy with the fastest layers by formulas, among those that fit; `full` where none does."""
+    found: dict[Remat, float] = {}
+    for remat in REMATS:
+        tried = _with_remat(config, remat)
+        choice = offload_choice(tried, axes, budget)
+        tried = dataclasses.replace(tried, offload=choice.offload)
+        tried = _in_forms(tried, stack=stack_form(tried, axes, budget)[0])
+        if _fits(tried, axes, budget) and host_bytes(tried, axes) <= host_room(tried):
+            found[remat] = layers_seconds(tried, axes)
+    return min(found, key=lambda remat: found[remat]) if found else "full"
+
+
+def offload_choice(config: Config, axes: Mapping[str, int], budget: float | None) -> OffloadChoice:
+    """Returns what waits in host memory, for a run with a chosen `model.remat`; `budget` as for `stack_form`."""
+    obstacle = "parallel.stack: scan " + NOT_SCAN if config.parallel.stack == "scan" else None
+    obstacle = NOT_PIPELINE if axes["pipeline"] > 1 else obstacle
+    if budget is None or obstacle is not None:
+        return offload_form(config, axes, None, obstacle or "there is no GPU, or hardware.gpu does not name it")
+    prefetching = _in_forms(config, stack="prefetch", sequence=sequence_form(config, axes)[0])
+    prefetching = dataclasses.replace(prefetching, offload=ON_CARD)
+    needed = formula_bytes(prefetching, axes)
+    return offload_form(config, axes, max(0.0, budget - sum(needed.values()) + needed["activations"]), "")
 
 
 def float8_matmuls(model: ModelConfig, capability: tuple[int, ...] | None) -> dict[str, str]:
@@ -173,13 +203,20 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
     no limit."""
     if axes["pipeline"] > 1:
         return "unrolled", "each stage writes out the layers of a chunk, with its weights whole"
+    if config.parallel.stack != "auto":
+        return config.parallel.stack, "parallel.stack says so"
+    if config.offload.names and config.mesh.num_cpu_devices is not None:
+        return "prefetch", "saved values wait in host memory and return one layer ahead"
     if (given := config.given_form("stack")) is not None:
         return given
     shards, is_alone = num_parts("embed", axes), num_parts("micro_batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
     form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
-    if is_alone and form == "prefetch":
+    if is_alone and form == "prefetch" and not config.offload.names:
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are too many without a loop"
+    if config.offload.names:
+        away = format_bytes(host_bytes(config, axes))
+        return form, f"{away} of saved values wait in host memory and return one layer ahead"
     if not _fits(_in_forms(config, stack=form), axes, budget):
         return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights might not fit"
     if is_alone:

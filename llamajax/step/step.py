@@ -102,7 +102,7 @@ def _accumulate(
     def micro_loss(own: Llama, micro_batch: Batch) -> tuple[jax.Array, Any]:
         return loss_fn(
             PreparedWeights(combine(own, fixed), copies), micro_batch, z_loss_weight=config.train.z_loss_weight,
-            parallel=config.parallel, remat=config.model.remat,
+            parallel=config.parallel, remat=config.model.remat, offload=config.offload,
         )  # fmt: skip
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from llamajax.config.machine import HardwareConfig
 from llamajax.estimates.calibration import Constants
 from llamajax.estimates.gpus import planned_gpu
-from llamajax.planning.cost.gpu import Machine
+from llamajax.estimates.machine import Machine
 from scripts.accuracy.programs import Attention, Program
 
 Exchange = Literal["zero3", "zero3 in turn", "hsdp", "zero1", "zero1 in turn", "zero1 every micro-batch"]

@@ -5,7 +5,7 @@ llamajax's own step plays no part, so changes to it do not move these prediction
 
 from collections.abc import Iterable, Iterator
 
-from llamajax.planning.cost.gpu import Machine
+from llamajax.estimates.machine import Machine
 from llamajax.planning.cost.kernels import Dot, dot_seconds
 from llamajax.planning.cost.network import all_reduce_seconds, ring_seconds
 from scripts.accuracy.programs import Pass

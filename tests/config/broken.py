@@ -15,6 +15,7 @@ from llamajax.config.data import DataConfig, SourceConfig, StageConfig, Tokenize
 from llamajax.config.domains import DomainConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.offload import OffloadConfig, TiersConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleConfig, TrainConfig
@@ -28,6 +29,8 @@ SECTIONS: dict[type, dict[str, Any]] = {
     ModelConfig: dataclasses.asdict(LLAMA_2_7B) | {"rope_scaling": RopeScalingConfig()},
     MeshConfig: {},
     ParallelConfig: {},
+    OffloadConfig: {},
+    TiersConfig: {},
     DistributedConfig: {},
     SourceConfig: {"kind": "stdlib"},
     TokenizerConfig: {},
@@ -94,6 +97,10 @@ BROKEN = [
     (MeshConfig, {"stages": (26, 22)}, ["stages"]),
     (MeshConfig, {"stages": (2,), "pipeline": -1, "fsdp": 1}, ["stages"]),
     (MeshConfig, {"stages": (2, 0), "pipeline": 2}, ["stages"]),
+    (OffloadConfig, {"activations": "auto", "fraction": 1.5}, ["fraction"]),
+    (OffloadConfig, {"activations": ("input", "attention"), "fraction": 0.5}, ["fraction"]),
+    (OffloadConfig, {"activations": ("input", "qkv", "input")}, ["activations"]),
+    (TiersConfig, {"host_bytes": 0.0}, ["host_bytes"]),
     (DistributedConfig, {"heartbeat_timeout_s": 0}, ["heartbeat_timeout_s"]),
     (DistributedConfig, {"initialization_timeout_s": 0}, ["initialization_timeout_s"]),
     (DistributedConfig, {"enabled": True, "num_processes": 0}, ["num_processes"]),
@@ -171,6 +178,8 @@ BROKEN = [
     (ProfileConfig, {"start_step": -1, "num_steps": 0}, ["start_step", "num_steps"]),
     (SampleConfig, {"max_tokens": 0, "temperature": -0.1}, ["max_tokens", "temperature"]),
     (HardwareConfig, {"nodes": 0, "gpu_bandwidth": 0.0, "token_budget": -1.0}, ["nodes", "gpu_bandwidth", "token_budget"]),
+    (HardwareConfig, {"host_memory": 0.0, "host_bandwidth": 0.0, "gpus_per_host_link": 0}, ["host_memory", "host_bandwidth",
+     "gpus_per_host_link"]),
     (HardwareConfig, {"calibration": ""}, ["calibration"]),
     (HardwareConfig, {"domain_bandwidth": 1e9}, ["domain_bandwidth"]),
     (HardwareConfig, {"nodes": 5, "domains": DOMAINS}, ["domains"]),

@@ -207,7 +207,7 @@ def test_help_shows_one_section_or_one_setting(capsys):
         ("dta", "did you mean data?"),
         ("num_steps", "did you mean train.num_steps or profile.num_steps?"),
         ("data.source", "did you mean data.sources?"),
-        ("xyzzy", "sections are model, data, train, optimizer, mesh, parallel, distributed,"),
+        ("xyzzy", "sections are model, data, train, optimizer, mesh, parallel, offload, distributed,"),
     ],
 )
 def test_help_on_something_unknown_is_one_line(capsys, topic, remedy):

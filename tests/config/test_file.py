@@ -23,6 +23,7 @@ from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.offload import OffloadConfig, TiersConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.run import Config
@@ -103,6 +104,7 @@ def everything(monkeypatch) -> Config:
         init_changes=("rope_theta",),
         seed=4_294_967_295,
         mesh=MeshConfig(pipeline=2, data=2, fsdp=1, sequence=2, tensor=-1, stages=(9, 8), num_cpu_devices=4),
+        offload=OffloadConfig(activations="auto", fraction=0.5, tiers=TiersConfig(host_bytes=1e12)),
         parallel=ParallelConfig(
             stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring",
             pipeline="interleaved", pipeline_chunks=2, pipeline_head="last",
@@ -122,7 +124,8 @@ def everything(monkeypatch) -> Config:
         ),
         hardware=HardwareConfig(
             gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
-            token_budget=1e12, calibration="1e3", domain_bandwidth=1e9,
+            token_budget=1e12, calibration="1e3", domain_bandwidth=1e9, host_memory=1e12, host_bandwidth=2e10,
+            gpus_per_host_link=2,
             domains=(
                 DomainConfig(name="1e3", network="ethernet", nodes=1, node_bandwidth=2e9, env=("NCCL_NET=Socket",)),
                 DomainConfig(name="no", network="roce", nodes=2),

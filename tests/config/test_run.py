@@ -12,6 +12,7 @@ import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig
 from llamajax.config.keys import keys
+from llamajax.config.offload import OffloadConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.config.rules import Section
@@ -69,6 +70,9 @@ def test_every_section_is_tested():
             "optimizer.warmup_steps",
         ),
         ({"profile": ProfileConfig(start_step=99, num_steps=3)}, "profile.start_step"),
+        ({"offload": OffloadConfig(activations=("input", "qkv"))}, "offload.activations"),
+        ({"offload": OffloadConfig(activations=("input",)), "mesh": MeshConfig(pipeline=2)}, "offload.activations"),
+        ({"offload": OffloadConfig(activations=("input",)), "parallel": ParallelConfig(stack="scan")}, "parallel.stack"),
         ({"distributed": DistributedConfig(enabled=True), "watchdog": WatchdogConfig(start_s=300.0)}, "watchdog.start_s"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "seed"),

@@ -10,7 +10,7 @@ from llamajax.config.file import config_to_dict, dump_config
 from llamajax.config.machine import HardwareConfig
 from llamajax.errors import ConfigError
 from llamajax.estimates.calibration import Constants, MeasuredGrid, Measurement, Versions, read_measurement
-from llamajax.planning.cost.gpu import Calibration
+from llamajax.estimates.machine import Calibration
 
 HARDWARE = HardwareConfig(gpu="h100", calibration="h100.yaml")
 MEASUREMENT = Measurement(

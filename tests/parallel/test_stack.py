@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel.mesh import make_mesh
+from llamajax.parallel.saved_values import Names, Policy
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.stack import Policy, run_layers, run_prefetching
+from llamajax.parallel.stack import run_layers, run_prefetching
 from llamajax.parallel.zero import PreparedWeights, gathered, weight
 
 B, T, D = 8, 4, 8
@@ -69,13 +70,23 @@ def policy(saved: tuple[str, ...] | None) -> Policy | None:
     return jax.checkpoint_policies.save_only_these_names(*saved)
 
 
+NAMES = Names("input", "projected"), Names("between", "others")
+ON_HOST = ("input", "between", "projected", "others")
+
+
 def prefetching(
-    weights: tuple[Matrix, Matrix], x: jax.Array, shared: Any, saved: tuple[str, ...] | None, *, unrolled: bool = False
+    weights: tuple[Matrix, Matrix],
+    x: jax.Array,
+    shared: Any,
+    saved: tuple[str, ...] | None,
+    *,
+    unrolled: bool = False,
+    offloaded: tuple[str, ...] = (),
 ) -> jax.Array:
     kinds = shared if isinstance(shared, tuple) else (shared,)
     return run_prefetching(
         PreparedWeights((weights, None)), (first_part, second_part), x, kinds,
-        dtype="float32", saved=policy(saved), made_first=NAMED, unrolled=unrolled,
+        dtype="float32", saved=policy(saved), made_first=NAMED, unrolled=unrolled, names=NAMES, offloaded=offloaded,
     )  # fmt: skip
 
 

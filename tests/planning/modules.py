@@ -3,7 +3,7 @@
 import dataclasses
 
 from llamajax.estimates.gpus import find_gpu
-from llamajax.planning.cost.gpu import Machine
+from llamajax.estimates.machine import Machine
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
 

@@ -11,7 +11,7 @@ from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.estimates.formulas import mesh_sizes
 from llamajax.estimates.gpu_memory_budget import Allowance
-from llamajax.planning.cost.gpu import planned_machine
+from llamajax.estimates.machine import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.fitting import Candidate, Suggestion
 from llamajax.planning.memory import MemoryPlan, PeakTensor

@@ -16,8 +16,8 @@ from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.estimates.gpus import planned_gpu
+from llamajax.estimates.machine import planned_machine
 from llamajax.parallel.pipeline_schedule import PipelineSchedule
-from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import CollectiveUse
 from llamajax.planning.domains import speeds_of_domains

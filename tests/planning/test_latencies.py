@@ -8,8 +8,8 @@ from llamajax.errors import ConfigError
 from llamajax.estimates.communication import least_wire_bytes
 from llamajax.estimates.formulas import num_matmul_params
 from llamajax.estimates.gpus import planned_gpu
+from llamajax.estimates.machine import Machine
 from llamajax.planning.cost.attention import scores_of_calls
-from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.latencies import latency_text, read_latencies
 from llamajax.planning.xla.compile import compile_for

@@ -18,8 +18,8 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.config.yaml_text import Problems
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.calibration import Constants, Measurement, read_measurement
+from llamajax.estimates.machine import Calibration, Machine
 from llamajax.planning.cost.attention import planned_kernel
-from llamajax.planning.cost.gpu import Calibration, Machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.memory import memory_plan
 from llamajax.planning.plan import replayed

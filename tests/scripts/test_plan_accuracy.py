@@ -6,9 +6,9 @@ import statistics
 
 import pytest
 
+from llamajax.estimates.machine import CALIBRATIONS
 from llamajax.estimates.megatron import hardware_flops
 from llamajax.planning.cost.accuracy import KEPT
-from llamajax.planning.cost.gpu import CALIBRATIONS
 from scripts import plan_accuracy
 from scripts.accuracy.published import MT_NLG, RUNS, SCALING
 

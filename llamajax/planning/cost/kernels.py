@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from llamajax.estimates.machine import Machine
 from llamajax.kernels.choice import Kernel
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import num_tiles
 from llamajax.planning.cost.attention import Grid, Scores, busy_share
-from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.xla.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
 
 KernelKind = Literal["matmul", "attention", "memory", "copy"]
@@ -143,8 +143,7 @@ class CostModel:
         return Cost("matmul" if dots else "memory", seconds, sum(dot.flops for dot in dots), size)
 
     def _host_copy(self, size: int) -> Cost:
-        calibration = self.machine.calibration
-        return Cost("copy", calibration.kernel_s + size / calibration.host_bandwidth, num_bytes=size)
+        return Cost("copy", self.machine.calibration.kernel_s + size / self.machine.host_link, num_bytes=size)
 
     def _memory_seconds(self, size: int) -> float:
         return size / (self.machine.gpu.memory_bandwidth * self.machine.calibration.memory_efficiency)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from llamajax.planning.cost.gpu import Machine
+from llamajax.estimates.machine import Machine
 from llamajax.planning.xla.hlo import Computation, Instruction, Module, num_bytes
 
 LinkKind = Literal["intra_node", "inter_node", "inter_domain"]

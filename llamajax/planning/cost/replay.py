@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llamajax.estimates.machine import Machine
 from llamajax.planning.cost.attention import Scores
-from llamajax.planning.cost.gpu import Machine
 from llamajax.planning.cost.kernels import FREE, CostModel
 from llamajax.planning.cost.network import Collective, LinkKind, collective, collective_kind
-from llamajax.planning.cost.timeline import ALL_LANES, CollectiveUse, Event, Lane, Loop, Timeline
-from llamajax.planning.xla.hlo import Computation, Instruction, Module
+from llamajax.planning.cost.timeline import ALL_LANES, HOST_LANES, CollectiveUse, Event, Lane, Loop, Timeline
+from llamajax.planning.xla.hlo import Computation, Instruction, Module, arrays
 
 Key = tuple[str, str]
 """Identity of an instruction: its computation's name and its own."""
@@ -59,6 +59,7 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Sc
         comm_s=sum(use.seconds for use in uses),
         exposed_comm_s=sum(use.exposed_s for use in uses),
         exposed_copy_s=sum(seconds for key, seconds in tally.exposed.items() if key not in replayer.collectives),
+        host_copies={lane: size for lane, size in tally.host_bytes.items() if size},
         wire_bytes=wire,
         flops=tally.flops,
         rematerialized_flops=tally.rematerialized_flops,
@@ -125,6 +126,7 @@ class _Tally:
     num_kernels: int = 0
     compute: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    host_bytes: dict[Lane, int] = field(default_factory=lambda: defaultdict(int))
     slowdown: float = 0.0
     count: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
     busy: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
@@ -137,7 +139,7 @@ class _Tally:
         self.rematerialized_flops += times * other.rematerialized_flops
         self.slowdown += times * other.slowdown
         self.num_kernels += times * other.num_kernels
-        for name in ("compute", "num_bytes", "count", "busy", "exposed"):
+        for name in ("compute", "num_bytes", "host_bytes", "count", "busy", "exposed"):
             own = getattr(self, name)
             for key, value in getattr(other, name).items():
                 own[key] += times * value
@@ -200,6 +202,7 @@ class _Replayer:
                     tally.count[op.key] += 1
                     tally.busy[op.key] += op.seconds
                     tally.num_bytes[op.kind] += op.num_bytes
+                    tally.host_bytes[op.lane] += op.num_bytes if op.lane in HOST_LANES else 0
                     tally.flops += op.flops
                     tally.events.append(op.event(sent - begin, op.seconds))
                     if in_loop:
@@ -256,7 +259,16 @@ class _Replayer:
         if computation.name not in self._programs:
             ops = [op for instruction in computation.instructions.values() for op in self._ops(instruction, computation)]
             self._mark_sync(ops)
-            self.latencies |= {op.instruction.scheduling_name: op.seconds for op in ops if op.action in ("kernel", "send")}
+            # XLA takes copies in one direction for parallel, but they queue: each lasts as long as all of them.
+            queued = {lane: sum(op.seconds for op in ops if op.action == "send" and op.lane == lane) for lane in HOST_LANES}
+            self.latencies |= {
+                op.instruction.scheduling_name: queued.get(op.lane, op.seconds)
+                for op in ops
+                if op.action in ("kernel", "send")
+            }
+            # XLA complains about copies whose end has no time.
+            copies = {op.key for op in ops if op.action == "send" and op.lane in HOST_LANES}
+            self.latencies |= {op.instruction.scheduling_name: 0.0 for op in ops if op.action == "wait" and op.key in copies}
             self._programs[computation.name] = ops
         return self._programs[computation.name]
 
@@ -281,7 +293,8 @@ class _Replayer:
         if cost is FREE:
             return []
         if instruction.opcode.endswith("-start"):
-            return [_Op("send", instruction, key, "copy", cost.kind, cost.seconds, cost.flops, cost.num_bytes)]
+            lane = _copy_lane(instruction) if cost.kind == "copy" else "copy"
+            return [_Op("send", instruction, key, lane, cost.kind, cost.seconds, cost.flops, cost.num_bytes)]
         return [_Op("kernel", instruction, key, "compute", cost.kind, cost.seconds, cost.flops, cost.num_bytes)]
 
     def _hero(self, instruction: Instruction, computation: Computation) -> tuple[Instruction, Computation]:
@@ -308,3 +321,10 @@ class _Replayer:
                 before, seconds = sent_at[op.key]
                 if computed - before < _HIDES * seconds:
                     self.is_sync[op.key] = True
+
+
+def _copy_lane(start: Instruction) -> Lane:
+    """Returns the lane of an asynchronous copy between the device and host memory."""
+    assert isinstance(start.shape, tuple)
+    result = start.shape[1 if start.opcode == "fusion-start" else 0]
+    return "to_host" if any(array.on_host for array in arrays(result)) else "from_host"

@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 from llamajax.planning.cost.network import Collective, LinkKind
 
-Lane = Literal["compute", "intra_node", "inter_node", "copy", "inter_domain"]
-"""A lane of the timeline; `copy` carries asynchronous copies, to the host or within the device."""
+Lane = Literal["compute", "intra_node", "inter_node", "copy", "to_host", "from_host", "inter_domain"]
+"""A lane of the timeline; `copy` carries asynchronous copies within the device."""
 LANES: tuple[Lane, ...] = ("compute", "intra_node", "inter_node", "copy")
 """Lanes of every timeline."""
-ALL_LANES: tuple[Lane, ...] = (*LANES, "inter_domain")
-"""Lanes of a timeline on a machine with domains."""
+HOST_LANES: tuple[Lane, ...] = ("to_host", "from_host")
+"""Lanes of copies between the device and host memory, which go both ways at once."""
+ALL_LANES: tuple[Lane, ...] = (*LANES, *HOST_LANES, "inter_domain")
+"""All lanes, in the order in which they are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Timeline:
     """Seconds of waiting for collectives."""
     exposed_copy_s: float
     """Seconds of waiting for asynchronous copies."""
+    host_copies: dict[Lane, float]
+    """Bytes that a device copies to and from host memory, by lane; empty if none."""
     wire_bytes: dict[LinkKind, float]
     """Bytes that a device sends, on average over devices."""
     flops: int
@@ -106,8 +110,10 @@ class Timeline:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Returns the lanes of its machine."""
-        return ALL_LANES if "inter_domain" in self.wire_bytes else LANES
+        """Returns the lanes that a step on its machine uses."""
+        left_out = () if self.host_copies else HOST_LANES
+        left_out = left_out if "inter_domain" in self.wire_bytes else (*left_out, "inter_domain")
+        return tuple(lane for lane in ALL_LANES if lane not in left_out)
 
     @property
     def exposed_fraction(self) -> float:

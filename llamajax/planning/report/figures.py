@@ -79,12 +79,13 @@ from llamajax.estimates.formulas import (
     state_bytes,
 )
 from llamajax.estimates.gpus import planned_gpu
+from llamajax.estimates.machine import planned_machine
 from llamajax.estimates.pipeline import StageWork
 from llamajax.planning.cost.accuracy import accuracy
 from llamajax.planning.cost.flops import planned_flops
-from llamajax.planning.cost.gpu import planned_machine, remarks
 from llamajax.planning.cost.kernels import compiled_attention
 from llamajax.planning.cost.network import num_communicators
+from llamajax.planning.cost.remarks import remarks
 from llamajax.planning.cost.timeline import CollectiveUse, tick_loops
 from llamajax.planning.domains import speeds_of_domains
 from llamajax.planning.memory import estimate

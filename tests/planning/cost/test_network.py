@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llamajax.planning.cost.gpu import Domain, Machine
+from llamajax.estimates.machine import Domain, Machine
 from llamajax.planning.cost.network import Collective, axis_of, collective
 from tests.planning.modules import MACHINE, SHARE, module
 

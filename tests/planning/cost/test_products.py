@@ -7,7 +7,7 @@ import pytest
 
 from llamajax.estimates.calibration import Constants
 from llamajax.estimates.gpus import find_gpu
-from llamajax.planning.cost.gpu import Machine
+from llamajax.estimates.machine import Machine
 from llamajax.planning.cost.kernels import Dot, dot_seconds
 
 # Batch, rows, columns, contracted, TFLOP/s: bfloat16, short runs at the full clock.

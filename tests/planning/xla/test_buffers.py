@@ -8,7 +8,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from llamajax.estimates.formulas import mesh_sizes
-from llamajax.planning.cost.gpu import planned_machine
+from llamajax.estimates.machine import planned_machine
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Event, Loop
 from llamajax.planning.xla.buffers import Buffer, read_buffer_assignment

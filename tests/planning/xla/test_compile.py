@@ -18,8 +18,8 @@ from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.formulas import layer_matrix_bytes, mesh_sizes, minimum_state_bytes
+from llamajax.estimates.machine import planned_machine
 from llamajax.planning.cost.attention import scores_of_calls
-from llamajax.planning.cost.gpu import planned_machine
 from llamajax.planning.cost.kernels import CostModel
 from llamajax.planning.fitting import suggestions
 from llamajax.planning.memory import MemoryPlan, estimate, memory_plan

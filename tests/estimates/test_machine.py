@@ -11,9 +11,10 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.estimates.calibration import Constants, read_measurement
 from llamajax.estimates.formulas import mesh_sizes
 from llamajax.estimates.gpus import GPUS
-from llamajax.planning.cost.gpu import CALIBRATIONS, planned_machine, remarks
+from llamajax.estimates.machine import CALIBRATIONS, planned_machine
 from llamajax.planning.cost.kernels import Dot, dot_seconds
 from llamajax.planning.cost.network import all_reduce_seconds, ring_seconds
+from llamajax.planning.cost.remarks import remarks
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.xla.parse import parse
 from tests.estimates.test_calibration import MEASUREMENT
@@ -21,7 +22,7 @@ from tests.planning.modules import MACHINE
 from tests.planning.plans import CONFIG, HLO
 from tests.tiny import tiny_config
 
-CALIBRATION_FILES = Path(__file__).parents[3] / "configs" / "calibrations"
+CALIBRATION_FILES = Path(__file__).parents[2] / "configs" / "calibrations"
 
 
 def test_what_was_not_measured_stays_as_built_in(tmp_path):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from llamajax.config.run import Config
 from llamajax.estimates.calibration import Constants, read_measurement
 from llamajax.estimates.gpus import Gpu, planned_gpu
-from llamajax.planning.cost.accuracy import accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,16 +142,6 @@ CALIBRATIONS |= {
         pallas_backward_efficiency=0.15,
     ),
 }
-_NETWORK = "a network's share of its line rate (assumed as on H100)"
-_OF_CARDS = f"attention's share of the peak, and how much collectives slow kernels down (assumed as on A100); {_NETWORK}"
-NOT_KNOWN = {
-    "B200": "NVLink's share of its peak, and attention's backward pass (assumed as on H100)",
-    "RTX-4090": _OF_CARDS,
-    "RTX-5090": f"{_OF_CARDS}; products' share of the peak (assumed as on RTX-4090)",
-    "L40S": f"attention's share under its power limit (assumed as half of A100's share); {_NETWORK}",
-}
-"""Constants that nobody has published, by `Gpu.family`."""
-
 _DETERMINISTIC_LOSS = 0.379
 """Share of the rate that attention's backward pass loses without atomics: the largest loss measured for FlashAttention-3 on
 H800 (arXiv:2601.21824, abstract). Nobody has published cuDNN's."""
@@ -181,6 +170,9 @@ class Machine:
     """Measured constants that replace the built-in ones."""
     deterministic: bool = False
     """Whether cuDNN's backward pass of attention may not use atomics."""
+    host_bandwidth: float | None = None
+    """Bytes per second, each way, of a link between GPUs and their host; None: that of `calibration`."""
+    gpus_per_host_link: int = 1
 
     @property
     def built_in(self) -> Calibration:
@@ -203,6 +195,11 @@ class Machine:
     def gpu_link(self) -> float:
         """Bytes per second, each way, that one GPU actually exchanges with the others of its node."""
         return self.gpu.gpu_bandwidth * self.calibration.gpu_link_efficiency
+
+    @property
+    def host_link(self) -> float:
+        """Bytes per second, each way, between one GPU and pinned memory of its host while all GPUs of the node copy."""
+        return (self.host_bandwidth or self.calibration.host_bandwidth) / self.gpus_per_host_link
 
     @property
     def node_link(self) -> float:
@@ -231,32 +228,6 @@ def planned_machine(config: Config) -> Machine:
         domain_bandwidth=hardware.domain_bandwidth or math.inf,
         measured=measured,
         deterministic=config.xla.deterministic,
+        host_bandwidth=hardware.host_bandwidth,
+        gpus_per_host_link=hardware.gpus_per_host_link,
     )
-
-
-NVL72 = 72
-"""GPUs that NVLink connects in a rack of GB200."""
-
-
-def remarks(config: Config) -> list[str]:
-    """Returns the assumptions of a plan for such GPUs, one line each."""
-    hardware, machine = config.hardware, planned_machine(config)
-    found = []
-    if machine.gpu.family in NOT_KNOWN and hardware.calibration is None:
-        family = machine.gpu.family
-        products = "" if accuracy(hardware) else f"; products' share of the peak (assumed as on {family})"
-        found.append(f"unknown for {machine.gpu.name}: {NOT_KNOWN[family]}{products}")
-    if machine.gpu.link != "NVLink" and hardware.gpus_per_node > 1:
-        found.append(
-            f"the GPUs of a node are connected by {machine.gpu.link}, {machine.gpu.gpu_bandwidth / 1e9:g} GB/s each way, of"
-            f" which NCCL is assumed to reach {machine.calibration.gpu_link_efficiency:.0%}: boards with fewer lanes are"
-            " slower; measure with nccl-tests and set hardware.gpu_bandwidth"
-        )
-    if hardware.gpu == "gb200" and hardware.nodes > 1 and hardware.gpus_per_node < NVL72:
-        found.append(f"NVLink connects {NVL72} GB200 of a rack, but hardware.gpus_per_node is {hardware.gpus_per_node}")
-    if len(kinds := dict.fromkeys(domain.network for domain in hardware.domains)) > 1:
-        found.append(
-            f"NCCL connects {' and '.join(kinds)} only through sockets, and XLA offers no such choice for some groups only:"
-            " see docs/how-to/unequal-networks.md"
-        )
-    return found

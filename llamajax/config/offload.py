@@ -1,0 +1,98 @@
+"""What waits in host memory while the GPU does not need it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llamajax.config.model import SAVED_BY_REMAT, ModelConfig, Remat
+from llamajax.config.parallel import MeshConfig, StackForm
+from llamajax.config.rules import PositiveFloatOrUnset, Section, Share
+
+ActivationName = Literal["input", "residual", "attention", "qkv", "gate_up"]
+Activations = Literal["none", "auto"] | tuple[ActivationName, ...]
+NOT_SCAN = "cannot bring values back from host memory in time"
+NOT_PIPELINE = "a pipeline keeps its values on the card"
+BY_TOKEN: tuple[ActivationName, ...] = ("qkv", "gate_up")
+"""Values that the backward pass can recompute for some tokens alone; attention needs all tokens of a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiersConfig(Section):
+    """Memory beside the card."""
+
+    host_bytes: PositiveFloatOrUnset = None
+    """Bytes of one host's memory that data of its GPUs may take; unset: nine tenths of `hardware.host_memory`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig(Section):
+    """Data that waits in the host's memory, pinned, while the GPU does not need it."""
+
+    activations: Activations = "none"
+    """Values that layers save for the backward pass and that wait in host memory: they leave while the next layer computes
+    and return one layer ahead. `auto` chooses them, and the `fraction`, from bandwidths and memory in `hardware`, so that
+    the step is fastest. Names: `input` of each layer, `residual` after attention, outputs of `attention`, `qkv` and
+    `gate_up`, as far as `model.remat` saves them; with `model.remat: none`, `attention` and `gate_up` are all values of that
+    part."""
+    fraction: Share | None = None
+    """Share of each device's tokens whose `qkv` and `gate_up` are saved, if they wait in host memory; the backward pass
+    recomputes those of the other tokens, but never attention (MEMO, arXiv:2407.12117). Unset: `auto` chooses it; for given
+    names, all tokens."""
+
+    tiers: TiersConfig = field(default_factory=TiersConfig)
+    """Memory beside the card."""
+
+    @property
+    def names(self) -> tuple[ActivationName, ...]:
+        """Returns the values that wait in host memory; none while `auto` is not resolved."""
+        return () if isinstance(self.activations, str) else self.activations
+
+    @property
+    def saved_share(self) -> float:
+        """Returns the share of tokens whose `BY_TOKEN` values are saved; 1 while the fraction is not resolved."""
+        return 1.0 if self.fraction is None or not set(self.names) & set(BY_TOKEN) else self.fraction
+
+    def broken_rules(self) -> Iterator[str]:
+        if len(set(self.names)) < len(self.names):
+            yield f"activations: {max(self.names, key=self.names.count)} is named twice; name it once"
+        if self.fraction is not None and not set(self.names) & set(BY_TOKEN) and self.activations != "auto":
+            yield f"fraction: has no effect unless activations names {' or '.join(BY_TOKEN)}; add one, or remove this"
+
+
+def saved_tokens(share: float, count: int) -> int:
+    """Returns how many of a device's `count` tokens of a row are a share of them: a multiple of 128, the tile of most
+    products, where there are enough of them."""
+    tokens = int(share * count)
+    return tokens - tokens % 128 if count >= 1024 and tokens < count else tokens
+
+
+def saved_by(remat: Remat, *, is_shared: bool) -> tuple[ActivationName, ...]:
+    """Returns the names of the values that layers save under a policy of `model.remat`, which is not `auto`; `is_shared`:
+    devices of `mesh.tensor` have different tokens between matmuls."""
+    if remat == "none":
+        return "input", "residual", "attention", "gate_up"
+    if remat == "full":
+        return ("input", "residual") if is_shared else ("input",)
+    saved = SAVED_BY_REMAT[remat] or ()
+    names: tuple[ActivationName, ...] = ("residual", "attention", "qkv", "gate_up")
+    return "input", *(name for name in names if name in saved)
+
+
+def offload_problems(offload: OffloadConfig, model: ModelConfig, mesh: MeshConfig, stack: StackForm) -> Iterator[str]:
+    """Yields one `key: rule; remedy` line for each reason why the named values of such a run cannot wait in host memory."""
+    if not offload.names:
+        return
+    saved = offload.names if model.remat == "auto" else saved_by(model.remat, is_shared=mesh.tensor != 1)
+    if unsaved := [name for name in offload.names if name not in saved]:
+        yield (
+            f"offload.activations: model.remat={model.remat} does not save {', '.join(unsaved)}, only {', '.join(saved)};"
+            " name these, or choose another policy"
+        )
+    if stack == "scan":
+        yield f"parallel.stack: scan {NOT_SCAN}; choose prefetch, unrolled or auto"
+    if mesh.pipeline != 1:
+        yield f"offload.activations: {NOT_PIPELINE}; set none, or mesh.pipeline: 1"
+
+
+ON_CARD = OffloadConfig()
+"""Nothing waits in host memory."""

@@ -1,0 +1,42 @@
+"""What is assumed, and not measured, about the GPUs of a plan."""
+
+from llamajax.config.run import Config
+from llamajax.estimates.machine import planned_machine
+from llamajax.planning.cost.accuracy import accuracy
+
+_NETWORK = "a network's share of its line rate (assumed as on H100)"
+_OF_CARDS = f"attention's share of the peak, and how much collectives slow kernels down (assumed as on A100); {_NETWORK}"
+NOT_KNOWN = {
+    "B200": "NVLink's share of its peak, and attention's backward pass (assumed as on H100)",
+    "RTX-4090": _OF_CARDS,
+    "RTX-5090": f"{_OF_CARDS}; products' share of the peak (assumed as on RTX-4090)",
+    "L40S": f"attention's share under its power limit (assumed as half of A100's share); {_NETWORK}",
+}
+"""Constants that nobody has published, by `Gpu.family`."""
+
+NVL72 = 72
+"""GPUs that NVLink connects in a rack of GB200."""
+
+
+def remarks(config: Config) -> list[str]:
+    """Returns the assumptions of a plan for such GPUs, one line each."""
+    hardware, machine = config.hardware, planned_machine(config)
+    found = []
+    if machine.gpu.family in NOT_KNOWN and hardware.calibration is None:
+        family = machine.gpu.family
+        products = "" if accuracy(hardware) else f"; products' share of the peak (assumed as on {family})"
+        found.append(f"unknown for {machine.gpu.name}: {NOT_KNOWN[family]}{products}")
+    if machine.gpu.link != "NVLink" and hardware.gpus_per_node > 1:
+        found.append(
+            f"the GPUs of a node are connected by {machine.gpu.link}, {machine.gpu.gpu_bandwidth / 1e9:g} GB/s each way, of"
+            f" which NCCL is assumed to reach {machine.calibration.gpu_link_efficiency:.0%}: boards with fewer lanes are"
+            " slower; measure with nccl-tests and set hardware.gpu_bandwidth"
+        )
+    if hardware.gpu == "gb200" and hardware.nodes > 1 and hardware.gpus_per_node < NVL72:
+        found.append(f"NVLink connects {NVL72} GB200 of a rack, but hardware.gpus_per_node is {hardware.gpus_per_node}")
+    if len(kinds := dict.fromkeys(domain.network for domain in hardware.domains)) > 1:
+        found.append(
+            f"NCCL connects {' and '.join(kinds)} only through sockets, and XLA offers no such choice for some groups only:"
+            " see docs/how-to/unequal-networks.md"
+        )
+    return found

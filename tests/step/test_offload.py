@@ -1,0 +1,77 @@
+"""A step whose saved values wait in host memory gives the numbers of one whose values stay on the card."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from llamajax.config.offload import OffloadConfig
+from llamajax.config.parallel import MeshConfig, ParallelConfig
+from llamajax.config.training import TrainConfig
+from llamajax.parallel.mesh import make_mesh
+from llamajax.step.state import init_state
+from llamajax.step.step import loss_and_grads
+from tests.tiny import random_rows, resolved, tiny_config, to_device
+
+MESHES = {
+    "fsdp": MeshConfig(fsdp=8, num_cpu_devices=8),
+    "mixed": MeshConfig(data=2, fsdp=2, tensor=2, num_cpu_devices=8),
+    "rows": MeshConfig(fsdp=2, sequence=2, tensor=2, num_cpu_devices=8),
+}
+FORMS = ("prefetch", "unrolled")
+SAVED = {
+    "full": ("input",),
+    "save_attention": ("input", "residual", "attention"),
+    "save_attention_qkv": ("input", "attention", "qkv"),
+    "save_attention_qkv_mlp": ("input", "residual", "attention", "qkv", "gate_up"),
+    "none": ("input", "residual", "attention", "gate_up"),
+}
+
+
+def combinations():
+    """Every combination of mesh, form, policy and accumulation; the default run has each value of each at least once."""
+    for number, (mesh, form, remat, steps) in enumerate(itertools.product(MESHES, FORMS, SAVED, (1, 2))):
+        everyday = number % 13 == 0
+        marks = () if everyday else pytest.mark.slow if number % 3 == 0 else pytest.mark.long
+        yield pytest.param(mesh, form, remat, steps, marks=marks, id=f"{mesh}-{form}-{remat}-{steps}")
+
+
+def run_config(mesh, form, remat, steps):
+    base = tiny_config(
+        train=TrainConfig(num_steps=10, global_batch_size=16, grad_accum_steps=steps),
+        mesh=MESHES[mesh],
+        parallel=ParallelConfig(stack=form),
+    )
+    return base.changed({"model.remat": remat, "model.num_layers": 4})
+
+
+def gradients(config):
+    """The loss and gradients of a step."""
+    jax.set_mesh(make_mesh(config.mesh))
+    model, batch = init_state(config).model, to_device(config, random_rows(config, 0))
+    metrics, grads = jax.jit(loss_and_grads, static_argnums=0)(resolved(config), model, batch)
+    return metrics["loss"], *jax.tree.leaves(grads)
+
+
+@pytest.mark.parametrize(("mesh", "form", "remat", "steps"), list(combinations()))
+def test_gradients_are_the_same_to_the_last_bit(mesh, form, remat, steps):
+    config = run_config(mesh, form, remat, steps)
+    expected = gradients(config)
+    found = gradients(config.changed({"offload.activations": SAVED[remat]}))
+    for own, like in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(own, like)
+    assert all(np.abs(like).max() > 0 for like in expected)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.75])
+@pytest.mark.parametrize(
+    ("mesh", "form"),
+    [("mixed", "prefetch"), pytest.param("rows", "unrolled", marks=pytest.mark.slow), ("fsdp", "unrolled")],
+)
+def test_gradients_with_parted_tokens_are_the_same(mesh, form, fraction):
+    """Smaller products add up in another order."""
+    config = run_config(mesh, form, "save_attention_qkv_mlp", 1)
+    offload = OffloadConfig(activations=SAVED["save_attention_qkv_mlp"], fraction=fraction)
+    for own, like in zip(gradients(config.changed({"offload": offload})), gradients(config), strict=True):
+        np.testing.assert_allclose(own, like, rtol=1e-5, atol=1e-6 * np.abs(like).max())
