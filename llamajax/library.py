@@ -362,7 +362,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
         startup.begin(config)
         config = elastic.fit(config, path).config
         startup.lay_out(config)
-        return read(path, abstract_state(config), step)
+        return read(path, abstract_state(config).without_copies(), step)
 
 
 def preprocess(config: Config, *, workers: int | None = None) -> None:

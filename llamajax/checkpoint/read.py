@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -22,6 +23,7 @@ from llamajax.checkpoint.steps import good_step, steps_in
 from llamajax.disk import read_again
 from llamajax.errors import CheckpointError, show
 from llamajax.parallel.arrays import concretise, named_arrays
+from llamajax.parallel.host_memory import DEVICE, HOST, KIND, by_layer, moved
 from llamajax.processes.peers import everyones, of_first
 
 State = TypeVar("State")
@@ -221,8 +223,23 @@ def read_weights(directory: Path, abstract_model: Any, dtype: jax.typing.DTypeLi
     with unless_deleted(directory):
         leaves = jax.tree.leaves(read_step(directory, {"model": abstract_model}, partial=True).state)
     for i, array in enumerate(leaves):  # one by one, so that only one array exists in both types at a time
-        leaves[i] = array.astype(dtype)
+        leaves[i] = _cast(array, jnp.dtype(dtype))
     return leaves
+
+
+def _cast(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Returns the array in another dtype, in the memory where it is."""
+    if array.sharding.memory_kind != KIND:
+        return array.astype(dtype)
+    if array.dtype == dtype:
+        return array
+
+    def cast(array: jax.Array) -> jax.Array:
+        if array.ndim < 3:
+            return moved(moved(array, DEVICE).astype(dtype), HOST)
+        return by_layer(lambda own: moved(own.astype(dtype), HOST), array)
+
+    return jax.jit(cast, donate_argnums=0)(array)
 
 
 def _text(dtype: str, shape: Sequence[int]) -> str:

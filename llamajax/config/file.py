@@ -257,7 +257,7 @@ class _Builder:
         if typing.get_origin(kind) in (Union, types.UnionType):
             if node.is_null() and types.NoneType in typing.get_args(kind):
                 return None
-            written, several = written_kind(kind, is_list=isinstance(node.content, list)), typing.get_args(item_type(kind))
+            written, several = written_kind(kind, node.content), typing.get_args(item_type(kind))
             return self.value(written, node, key, f"; or write a list of {', '.join(several)}" if several else "")
         if dataclasses.is_dataclass(kind):
             return self.section(kind, node, key)

@@ -18,10 +18,13 @@ def item_type(kind: Any) -> Any:
     return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
 
 
-def written_kind(union: Any, *, is_list: bool) -> Any:
-    """Returns the one of several types, of which None is one or a list is one, that a value with or without items has."""
+def written_kind(union: Any, value: Any) -> Any:
+    """Returns the one of several types that a value in a YAML file is written as: a list, a number, or else a text."""
     kinds = [kind for kind in typing.get_args(union) if kind is not types.NoneType]
-    return next((kind for kind in kinds if (item_type(kind) is not None) == is_list), kinds[0])
+    if isinstance(value, list):
+        return next((kind for kind in kinds if item_type(kind)), kinds[0])
+    is_number = isinstance(value, str) and re.match(r"[-+.]?[0-9]", value)
+    return next((kind for kind in kinds if (kind in (int, float)) == bool(is_number) and not item_type(kind)), kinds[0])
 
 
 def join(above: str, name: str) -> str:

@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from llamajax.config.model import SAVED_BY_REMAT, ModelConfig, Remat
+from llamajax.config.model import SAVED_BY_REMAT, DType, ModelConfig, Remat
 from llamajax.config.parallel import MeshConfig, StackForm
-from llamajax.config.rules import PositiveFloatOrUnset, Section, Share
+from llamajax.config.rules import Bound, PositiveFloatOrUnset, Section, Share
 
 ActivationName = Literal["input", "residual", "attention", "qkv", "gate_up"]
 Activations = Literal["none", "auto"] | tuple[ActivationName, ...]
 NOT_SCAN = "cannot bring values back from host memory in time"
 NOT_PIPELINE = "a pipeline keeps its values on the card"
+OptimizerPlace = Annotated[
+    Literal["none", "auto"] | float,
+    Bound(lambda value: isinstance(value, str) or 0 <= value <= 1, "must be none, auto or between 0 and 1"),
+]
 BY_TOKEN: tuple[ActivationName, ...] = ("qkv", "gate_up")
 """Values that the backward pass can recompute for some tokens alone; attention needs all tokens of a row."""
 
@@ -39,6 +43,14 @@ class OffloadConfig(Section):
     recomputes those of the other tokens, but never attention (MEMO, arXiv:2407.12117). Unset: `auto` chooses it; for given
     names, all tokens."""
 
+    optimizer: OptimizerPlace = "none"
+    """Share of weights and moments, in `model.param_dtype` and `optimizer.moment_dtype`, that wait in host memory: `none`,
+    `auto` for as few as the card needs, or a number, 1 for all matrices. The card then holds copies of such weights in
+    `model.compute_dtype`. Each layer's part is brought to the card for its update and sent back, while its neighbours
+    travel. An update of one matrix must not depend on others."""
+    gradient_dtype: DType = "float32"
+    """Type of gradients between the backward pass and such an update. `bfloat16` halves their memory and rounds each once;
+    it is the type in which they are computed. Several micro-batches are summed in `train.grad_accum_dtype` first."""
     tiers: TiersConfig = field(default_factory=TiersConfig)
     """Memory beside the card."""
 
@@ -52,11 +64,18 @@ class OffloadConfig(Section):
         """Returns the share of tokens whose `BY_TOKEN` values are saved; 1 while the fraction is not resolved."""
         return 1.0 if self.fraction is None or not set(self.names) & set(BY_TOKEN) else self.fraction
 
+    @property
+    def state_share(self) -> float:
+        """Returns the share of weights and moments that waits in host memory; 0 while `auto` is not resolved."""
+        return 0.0 if isinstance(self.optimizer, str) else self.optimizer
+
     def broken_rules(self) -> Iterator[str]:
         if len(set(self.names)) < len(self.names):
             yield f"activations: {max(self.names, key=self.names.count)} is named twice; name it once"
         if self.fraction is not None and not set(self.names) & set(BY_TOKEN) and self.activations != "auto":
             yield f"fraction: has no effect unless activations names {' or '.join(BY_TOKEN)}; add one, or remove this"
+        if self.gradient_dtype != "float32" and self.optimizer in ("none", 0.0):
+            yield f"gradient_dtype: {self.gradient_dtype} has no effect without offload.optimizer; set it, or remove this"
 
 
 def saved_tokens(share: float, count: int) -> int:

@@ -33,6 +33,10 @@ class Moments(NamedTuple):
     of_others: int
     """The number for embedding, head, norms and biases."""
 
+    def of_weight(self, *, is_matrix: bool) -> int:
+        """Returns the number for a weight, which is a layer's matrix or another one."""
+        return self.of_layer_matrices if is_matrix else self.of_others
+
 
 MOMENTS = {"adamw": Moments(2, 2)}
 """Every optimizer, by its name in `optimizer.name`; `llamajax.step.optim.DIRECTIONS` has what each computes."""

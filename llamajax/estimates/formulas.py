@@ -160,14 +160,53 @@ def minimum_state_bytes(config: Config) -> int:
     return sum(_state_bytes(config, mesh_sizes(config)))
 
 
-def _state_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the bytes of weights and of moments that a device stores between steps."""
+MASTER = -1
+"""Place of a weight itself beside its moments, which count from 0."""
+
+
+def state_in_host_memory(config: Config) -> frozenset[tuple[str, int]]:
+    """Returns the arrays of the state that wait in host memory between steps: names of weights, each with the number of one
+    of its moments, or `MASTER`.
+
+    `offload.optimizer` says for which share of the bytes of all matrices. Moments come first, because the card holds no
+    copies of them; then the weights of layers; last the embedding and the head.
+    """
+    sizes, moments = trained_weights(config.train, config.model), config.optimizer.moments
+    of_layers = sorted(filter(is_layer_matrix, sizes), key=lambda name: -sizes[name])
+    tables = [name for name in ("embedding", "head") if name in sizes]
+    order = [(name, number) for number in range(moments.of_layer_matrices) for name in of_layers]
+    order += [(name, MASTER) for name in of_layers]
+    order += [(name, number) for number in range(moments.of_others) for name in tables]
+    order += [(name, MASTER) for name in tables]
+    model_width, moment_width = DTYPE_BYTES[config.model.param_dtype], DTYPE_BYTES[config.optimizer.moment_dtype]
+    num_bytes = [sizes[name] * (model_width if number == MASTER else moment_width) for name, number in order]
+    wanted, before = config.offload.state_share * sum(num_bytes), itertools.accumulate(num_bytes, initial=0)
+    return frozenset(key for key, already in zip(order, before, strict=False) if already < wanted)
+
+
+def state_host_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the bytes of a device's part of the state that wait in host memory."""
+    return sum(_state_bytes(config, mesh, on_host=True))
+
+
+def host_copy_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the bytes of a device's copies, in `model.compute_dtype`, of the weights that wait in host memory."""
+    names = {name for name, number in state_in_host_memory(config) if number == MASTER}
+    sizes = {name: size for name, size in weights(config.model).items() if name in names}
+    shards = _stored_shards(config.parallel, mesh)
+    return DTYPE_BYTES[config.model.compute_dtype] * _per_device(stored_by_stage(config.model, sizes, mesh), shards)
+
+
+def _state_bytes(config: Config, mesh: Mapping[str, int], *, on_host: bool = False) -> tuple[int, int]:
+    """Returns the bytes of weights and of moments that a device stores between steps, on the card or in host memory."""
     model, moments, shards = config.model, config.optimizer.moments, _stored_shards(config.parallel, mesh)
+    away = state_in_host_memory(config)
+    own = {name: size for name, size in weights(model).items() if ((name, MASTER) in away) == on_host}
     kept = {
-        name: size * (moments.of_layer_matrices if is_layer_matrix(name) else moments.of_others)
+        name: size * sum(((name, n) in away) == on_host for n in range(moments.of_weight(is_matrix=is_layer_matrix(name))))
         for name, size in trained_weights(config.train, model).items()
     }
-    stored, moment = (_per_device(stored_by_stage(model, sizes, mesh), shards) for sizes in (weights(model), kept))
+    stored, moment = (_per_device(stored_by_stage(model, sizes, mesh), shards) for sizes in (own, kept))
     return DTYPE_BYTES[model.param_dtype] * stored, DTYPE_BYTES[config.optimizer.moment_dtype] * moment
 
 

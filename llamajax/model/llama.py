@@ -1,7 +1,7 @@
 """One decoder for Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3;
 ModelConfig distinguishes them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
@@ -44,6 +44,9 @@ def _policy(saved: tuple[str, ...] | None) -> Policy | None:
         return saved if saved is None else jax.checkpoint_policies.nothing_saveable
     named = jax.checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint_policies.save_from_both_policies(named, cudnn.is_kernel) if "attention" in saved else named
+
+
+Stacking = Callable[[Callable[[jax.Array], Any]], Callable[[jax.Array], Any]]
 
 
 class Activations(NamedTuple):
@@ -190,7 +193,14 @@ class Llama(nnx.Module):
     Create it inside jit, so that no device ever holds more than its part: `jax.jit(Llama, static_argnums=0)(config, key)`.
     """
 
-    def __init__(self, config: ModelConfig, key: jax.Array):
+    def __init__(self, config: ModelConfig, key: jax.Array, *, stack: Stacking = jax.vmap):
+        """Draws the weights.
+
+        Args:
+            config: the network.
+            key: key of the weights.
+            stack: turns a function from one layer's key to its weights into one from all keys to all weights.
+        """
         V, D, dtype = config.vocab_size, config.embed_dim, config.param_dtype
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         self.config = config
@@ -200,7 +210,7 @@ class Llama(nnx.Module):
         if config.num_layers % num_stages() == 0 and num_stages() > 1:
             keys = jax.reshard(keys, spec("layers"))  # then each stage creates its own layers
         # In weights prepared for a step with a pipeline: a tuple with the layers in each slot of the stages.
-        self.layers = jax.vmap(partial(Layer, config))(keys)
+        self.layers = stack(partial(Layer, config))(keys)
         self.whole_first: Layer | None = nnx.data(None)  # the first layer, gathered; only in weights prepared for a step
         self.final_norm = RMSNorm(D, config)
         self.head = None if config.tie_embeddings else table(V, D, dtype, normal(head_key, config.init_std))

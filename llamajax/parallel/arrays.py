@@ -1,5 +1,6 @@
 """Trees of arrays: the name of every leaf, and its sharding on the mesh."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -9,23 +10,33 @@ from jax.sharding import AbstractMesh, NamedSharding
 Tree = TypeVar("Tree")
 
 
-def concretise(abstract_state: Tree) -> Tree:
+def concretise(abstract_state: Tree, on_host: Sequence[bool] | None = None) -> Tree:
     """Returns `abstract_state` with shardings on the current mesh, ready to restore arrays into.
 
     `jax.eval_shape` under `jax.set_mesh` returns partitions without devices, and scalars without any sharding: partitions
     are placed on the mesh, all other leaves are replicated. Leaves that already name devices stay.
+
+    Args:
+        abstract_state: a tree of `jax.ShapeDtypeStruct`.
+        on_host: for each leaf whether it is in host memory; None: none of them is.
     """
     mesh = jax.sharding.get_mesh()
 
-    def leaf(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def leaf(array: jax.ShapeDtypeStruct, away: bool) -> jax.ShapeDtypeStruct:
         sharding = array.sharding
+        away = away or (sharding is not None and sharding.memory_kind == "pinned_host")
+        kind = "pinned_host" if away else None
         if sharding is None:
             sharding = NamedSharding(mesh, P())
         elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-            sharding = NamedSharding(mesh, sharding.spec)
+            placed = NamedSharding(mesh, sharding.spec, memory_kind=kind)
+            # Devices that are only described have no memories: an abstract mesh keeps the kind.
+            kept = placed.memory_kind == kind or not away
+            sharding = placed if kept else NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=kind)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    return jax.tree.map(leaf, abstract_state)
+    leaves, tree = jax.tree.flatten(abstract_state)
+    return jax.tree.unflatten(tree, map(leaf, leaves, on_host or [False] * len(leaves)))
 
 
 def named_arrays(state: Any) -> dict[str, Any]:

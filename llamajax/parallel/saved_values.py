@@ -9,7 +9,6 @@ import jax
 
 Policy = Callable[..., bool]
 """A policy of `jax.checkpoint`: whether the backward pass finds the results of a primitive saved."""
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Names(NamedTuple):
@@ -88,8 +87,3 @@ def joined(like: Any, staying: Sequence[Any], away: Sequence[Any]) -> Any:
     """Reverts `parted` for saved values marked like `like`."""
     on_card, elsewhere = iter(staying), iter(away)
     return jax.tree.map(lambda node: Away(next(elsewhere)) if _is_away(node) else next(on_card), like, is_leaf=_is_away)
-
-
-def moved(values: Sequence[jax.Array], space: Any) -> list[jax.Array]:
-    """Returns the values in `HOST` or `DEVICE` memory."""
-    return [x if jax.typeof(x).memory_space == space else jax.device_put(x, space) for x in values]

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from llamajax.parallel.arrays import after
-from llamajax.parallel.saved_values import DEVICE, HOST, Kept, Names, Policy, joined, marked, moved, noting, parted, unmarked
+from llamajax.parallel.host_memory import DEVICE, HOST, moved
+from llamajax.parallel.saved_values import Kept, Names, Policy, joined, marked, noting, parted, unmarked
 from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand_ins, with_stand_ins
 
 Part = Callable[[Any, Any, Any], Any]

@@ -15,6 +15,7 @@ from jax import P
 from jaxtyping import Array, Shaped, UInt32
 
 from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.host_memory import total
 from llamajax.parallel.sharding import axes_in
 
 
@@ -53,7 +54,7 @@ def checksums(arrays: Sequence[jax.Array]) -> UInt32[Array, "devices arrays"]:
     mesh = jax.sharding.get_abstract_mesh()
 
     def on_device(own: list[jax.Array]) -> jax.Array:
-        return jax.lax.all_gather(jnp.stack([_checksum(x) for x in own]), mesh.axis_names)
+        return jax.lax.all_gather(jnp.stack([total(_checksum, x) for x in own]), mesh.axis_names)
 
     # Not checked for equality across devices: equality is the question.
     return jax.shard_map(on_device, in_specs=(lie,), out_specs=P(), check_vma=False)(words)
@@ -79,8 +80,8 @@ def differing(table: np.ndarray, held_by: Mapping[str, np.ndarray]) -> dict[str,
     return {name: sorted(map(int, places)) for name, places in found.items()}
 
 
-def _checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """Returns the sum, modulo 2^32, of a function of each word's bits and position.
+def _checksum(x: Shaped[Array, "..."], first: jax.Array | int) -> UInt32[Array, ""]:
+    """Returns the sum, modulo 2^32, of a function of each word's bits and position; `first` is the position of the first.
 
     At every position the function is a bijection of 32 bits: a word that changes, in one bit or in all, changes its term,
     and therefore the sum, for certain. Words that change places, or several that change at once, go unnoticed once in 2^32
@@ -90,7 +91,7 @@ def _checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = x if x.dtype == jnp.bool else jax.lax.bitcast_convert_type(x, unsigned)
     words = bits.reshape(-1).astype(jnp.uint32)
-    place = jax.lax.iota(jnp.uint32, words.size)
+    place = jnp.uint32(first) + jax.lax.iota(jnp.uint32, words.size)
     # Positions an odd number apart, then the last steps of MurmurHash3, which spread every bit (Appleby, 2011, public
     # domain).
     mixed = words ^ (place * jnp.uint32(0x9E3779B1))

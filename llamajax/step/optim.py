@@ -5,6 +5,7 @@ scales the gradients once.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,14 +71,20 @@ def _after_warmup(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
             return lambda count: decay(jnp.maximum(count - last_at_peak, 0))
 
 
-def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, num_steps: int, *, whole: bool = True) -> optax.GradientTransformation:
     """Returns the optimizer `config.name` with decoupled decay of all parameters except those in `no_weight_decay`.
 
     The moments are sharded like the parameters, because they are created from them.
+
+    Args:
+        config: the optimizer.
+        num_steps: steps of the run.
+        whole: it gets all parameters at once, so each of `no_weight_decay` must match one.
     """
+    mask = partial(decay_mask if whole else _decayed, config)
     return optax.chain(
         _keep_in(DIRECTIONS[config.name](config), jnp.dtype(config.moment_dtype)),
-        optax.add_decayed_weights(config.weight_decay, mask=lambda params: decay_mask(config, params)),
+        optax.add_decayed_weights(config.weight_decay, mask=mask),
         optax.scale_by_learning_rate(learning_rate(config, num_steps)),
     )
 
@@ -91,7 +98,11 @@ def decay_mask(config: OptimizerConfig, params: Any) -> Any:
     """
     names = list(named_arrays(params))
     check_names("optimizer.no_weight_decay", config.no_weight_decay, names, OptimizerConfig.no_weight_decay)
-    decayed = [not any(part in name for part in config.no_weight_decay) for name in names]
+    return _decayed(config, params)
+
+
+def _decayed(config: OptimizerConfig, params: Any) -> Any:
+    decayed = [not any(part in name for part in config.no_weight_decay) for name in named_arrays(params)]
     return jax.tree.unflatten(jax.tree.structure(params), decayed)
 
 

@@ -212,7 +212,9 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
     shards, is_alone = num_parts("embed", axes), num_parts("micro_batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
     form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
-    if is_alone and form == "prefetch" and not config.offload.names:
+    if is_alone and config.offload.names:
+        form = "prefetch"  # written out, XLA keeps the gradients of many layers before it stacks them
+    elif is_alone and form == "prefetch":
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are too many without a loop"
     if config.offload.names:
         away = format_bytes(host_bytes(config, axes))

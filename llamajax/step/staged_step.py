@@ -120,7 +120,9 @@ def finish_step(config: Config, state: TrainState, total: Total) -> tuple[TrainS
 def reduced(config: Config, model: Llama, total: Total) -> tuple[Metrics, Llama]:
     """Returns the results of `loss_and_grads` from the gradients and sums of all stages."""
     grads, sums = total
-    return end(begin(config, model), grads, jax.tree.map(jnp.sum, sums))
+    means, grads = end(begin(config, model), grads, jax.tree.map(jnp.sum, sums))
+    tokens = jnp.maximum(means["tokens"], 1)
+    return means, jax.tree.map(lambda grad: grad / tokens, grads)
 
 
 def compile_staged(

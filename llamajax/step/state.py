@@ -1,7 +1,9 @@
 """The state that a run carries from step to step, and its initial value."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +12,12 @@ import jax.numpy as jnp
 from llamajax.config.parallel import axes_of
 from llamajax.config.run import Config
 from llamajax.model import Llama
-from llamajax.parallel.arrays import concretise
+from llamajax.parallel.arrays import concretise, named_arrays
 from llamajax.parallel.sharding import axes_in
 from llamajax.parallel.stages import STAGE, num_stages
 from llamajax.parallel.zero import DATA, split_over
-from llamajax.step.frozen import partition
+from llamajax.step import host_state
+from llamajax.step.frozen import combine, partition
 from llamajax.step.optim import make_optimizer
 
 
@@ -35,6 +38,24 @@ class TrainState:
     """Number of steps that were not applied, because gradients were not finite or no target was counted, int32."""
     skipped_in_a_row: jax.Array
     """Number of steps with non-finite gradients since the last step with finite ones, int32."""
+    copies: Llama | None = None
+    """Copies on the card of the master weights that are in host memory, in `compute_dtype`; None for other weights. They
+    follow from the master weights, so checkpoints leave them out."""
+
+    @property
+    def weights(self) -> Llama:
+        """Returns the weights to compute with: copies where there are some, master weights otherwise."""
+        return self.model if self.copies is None else combine(self.copies, self.model)
+
+    def without_copies(self) -> "TrainState":
+        """Returns the state as checkpoints hold it."""
+        return dataclasses.replace(self, copies=None)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def with_copies(config: Config, state: TrainState) -> TrainState:
+    """Returns the state from a checkpoint with the copies that the run's steps need; the given one is used up."""
+    return dataclasses.replace(state, copies=host_state.copies(state.model, config.model.compute_dtype))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -46,18 +67,18 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         model: weights to start from, which are donated; None: draw them.
     """
     model_key, rng = jax.random.split(jax.random.key(config.seed))
-    weights = Llama(config.model, model_key) if model is None else model
-    weights = _split_further(config, weights)
-    trained: Any = partition(config.train, weights)[0]  # optax's types know dicts and tuples only
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        step=zero,
-        model=weights,
-        opt_state=make_optimizer(config.optimizer, config.train.num_steps).init(trained),
-        rng=rng,
-        skipped_steps=zero,
-        skipped_in_a_row=zero,
-    )
+    of_run, zero = (config.optimizer, config.train.num_steps), jnp.zeros((), jnp.int32)
+    if config.offload.state_share:
+        split = partial(split_over, further=DATA if config.parallel.zero_data == 1 else ())
+        weights, opt_state = host_state.create(config, make_optimizer(*of_run, whole=False), model_key, model, split)
+    else:
+        weights = _split_further(config, Llama(config.model, model_key) if model is None else model)
+        trained: Any = partition(config.train, weights)[0]  # optax's types know dicts and tuples only
+        opt_state = make_optimizer(*of_run).init(trained)
+    state = TrainState(
+        step=zero, model=weights, opt_state=opt_state, rng=rng, skipped_steps=zero, skipped_in_a_row=zero
+    )  # fmt: skip
+    return dataclasses.replace(state, copies=host_state.copies(weights, config.model.compute_dtype))
 
 
 def _split_further(config: Config, model: Llama) -> Llama:
@@ -75,6 +96,13 @@ def _split_further(config: Config, model: Llama) -> Llama:
     return split
 
 
+def abstract_model(config: Config) -> Llama:
+    """Returns the weights that a run may start from as `jax.ShapeDtypeStruct`, each in the memory where it waits."""
+    shapes = jax.eval_shape(partial(Llama, config.model), jax.random.key(0))
+    return concretise(shapes, host_state.places(config, [f"model.{name}" for name in named_arrays(shapes)]))
+
+
 def abstract_state(config: Config) -> TrainState:
     """Returns the state of a run as `jax.ShapeDtypeStruct`, with shardings of the current mesh; no array is created."""
-    return concretise(jax.eval_shape(functools.partial(init_state, config)))
+    shapes = jax.eval_shape(partial(init_state, config))
+    return concretise(shapes, host_state.places(config, list(named_arrays(shapes))))

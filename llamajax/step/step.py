@@ -15,7 +15,7 @@ from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.stages import num_stages
 from llamajax.parallel.zero import PreparedWeights, no_gradient, whole_over_data
-from llamajax.step import pipeline
+from llamajax.step import host_state, pipeline
 from llamajax.step.batch import IGNORE, Batch
 from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
@@ -36,8 +36,17 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
     Returns:
         `loss` (cross-entropy alone, in nats per token; NaN without counted tokens), the layers' auxiliary values by name,
         also per token, and `tokens`, as float32 and int32 scalars; and the gradients, a `Llama` in float32 whatever the
-        dtype of the parameters, in their shardings, with None for frozen weights.
+        dtype of the parameters, in their shardings, with None for frozen weights. Where moments are in host memory, their
+        dtype is `offload.gradient_dtype`.
     """
+    means, total = summed_gradients(run, model, batch)
+    tokens = jnp.maximum(means["tokens"], 1)
+    return means, jax.tree.map(lambda grad: grad / tokens, total)
+
+
+def summed_gradients(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[str, jax.Array], Llama]:
+    """Returns the same, but gradients of the sum over all tokens, and in `offload.gradient_dtype` where weights or moments
+    are in host memory."""
     config, prepared = run.config, begin(run.config, model)
     chex.assert_equal_shape(list(batch.values()))
     own, fixed, own_copies = prepared.own, prepared.fixed, prepared.copies
@@ -73,24 +82,22 @@ def begin(config: Config, model: Llama) -> Prepared:
     own, fixed = prepare(config, trained), prepare(config, frozen)
     own_copies = copies(config, combine(own, fixed))
     # Of float32 weights, so that gradients are not rounded where they need not travel.
-    wide, pull_back = jax.vjp(
-        functools.partial(prepare, config), jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
-    )
-    zero = jnp.zeros((), config.train.grad_accum_dtype)
+    width = config.offload.gradient_dtype if config.offload.state_share else "float32"
+    wide, pull_back = jax.vjp(functools.partial(prepare, config), jax.tree.map(lambda weight: weight.astype(width), trained))
+    zero = jnp.zeros((), config.train.grad_accum_dtype if config.train.grad_accum_steps > 1 else width)
     none = _no_losses(), _no_auxiliary(model)
     zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
     return Prepared(own, fixed, own_copies, wide, pull_back, zeros)
 
 
 def end(prepared: Prepared, grads: Llama, summed: pipeline.Sums) -> tuple[dict[str, jax.Array], Llama]:
-    """Returns the results of `loss_and_grads` from the summed gradients of the prepared weights and the summed losses."""
+    """Returns the results of `summed_gradients` from the summed gradients of the prepared weights and the summed losses."""
     sums, auxiliary = summed
     (grads,) = prepared.pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, prepared.wide))
     grads = jax.tree.map(_laid_out_as_stored, grads)
-    tokens = jnp.maximum(sums.num_tokens, 1)
     # NaN where there is nothing to take the mean of.
     means = {name: total / sums.num_tokens for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
-    return means | {"tokens": sums.num_tokens}, jax.tree.map(lambda g: g / tokens, grads)
+    return means | {"tokens": sums.num_tokens}, grads
 
 
 def _accumulate(
@@ -123,31 +130,46 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
         The next state, and scalars: the metrics of `loss_and_grads`, `grad_norm` (before clipping), `learning_rate`,
             `skipped_steps`, `skipped_in_a_row`.
     """
-    metrics, grads = loss_and_grads(run, state.model, batch)
-    state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
+    if not host_state.is_away(state.model, state.opt_state):
+        metrics, grads = loss_and_grads(run, state.model, batch)
+        state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
+    else:
+        # Not divided here: rounded gradients would be rounded again.
+        metrics, total = summed_gradients(run, state.weights, batch)
+        count = jnp.maximum(metrics["tokens"], 1)
+        state, update_metrics = apply_gradients(run.config, state, total, metrics["tokens"], divisor=count)
     return state, metrics | update_metrics
 
 
 @jax.named_scope("update")
 def apply_gradients(
-    config: Config, state: TrainState, grads: Any, tokens: jax.Array
+    config: Config, state: TrainState, grads: Any, tokens: jax.Array, divisor: jax.Array | int = 1
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Clips and applies gradients. Gradients that are not finite, or that come from no tokens, are counted and leave weights
-    and optimizer state unchanged."""
+    """Clips and applies gradients, once they are divided by `divisor`. Gradients that are not finite, or that come from no
+    tokens, are counted and leave weights and optimizer state unchanged."""
     trained, frozen = partition(config.train, state.model)
     chex.assert_trees_all_equal_shapes(grads, trained)
-    grad_norm = optax.tree.norm(grads)
+    grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads)) / divisor
     finite = jnp.isfinite(grad_norm)
     applied = finite & (tokens > 0)
+    scale = jnp.ones(())
     if config.optimizer.grad_clip_norm is not None:
         scale = jnp.minimum(1.0, config.optimizer.grad_clip_norm / jnp.maximum(grad_norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
-    optimizer = make_optimizer(config.optimizer, config.train.num_steps)
     params: Any = trained
-    updates, opt_state = optimizer.update(grads, state.opt_state, params)
-    updated = (optax.apply_updates(params, updates), opt_state)
-    model, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), updated, (trained, state.opt_state))
+    copies = state.copies
+    if host_state.is_away(params, state.opt_state):
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps, whole=False)
+        # The update of some weights would otherwise start before all gradients are there, and then wait for them.
+        grads, scale = lax.optimization_barrier((grads, scale / divisor))
+        model, opt_state, copies = host_state.update(optimizer, params, state.opt_state, copies, grads, scale, applied)
+    else:
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps)
+        if config.optimizer.grad_clip_norm is not None:
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        updated = (optax.apply_updates(params, updates), opt_state)
+        model, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), updated, (trained, state.opt_state))
 
     rate = learning_rate(config.optimizer, config.train.num_steps)(state.step - state.skipped_steps)
     state = TrainState(
@@ -157,6 +179,7 @@ def apply_gradients(
         rng=state.rng,
         skipped_steps=state.skipped_steps + ~applied,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        copies=copies,
     )
     return state, {
         "grad_norm": grad_norm,

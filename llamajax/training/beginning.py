@@ -15,7 +15,7 @@ from llamajax.data.rows.position import PassedOver
 from llamajax.data.tokens.tokenize_run import look_at_data
 from llamajax.parallel.arrays import concretise
 from llamajax.processes.peers import of_first
-from llamajax.step.state import TrainState, init_state
+from llamajax.step.state import TrainState, abstract_model, init_state, with_copies
 from llamajax.training.loop import Start
 from llamajax.training.resume import check_settings
 from llamajax.training.rollback import agreed, read_passed_over
@@ -52,9 +52,10 @@ class Beginning:
     ) -> Start:
         """Returns the start of the loop: after a checkpoint that was read, or with the weights of a new run."""
         if restored is not None:
-            return Start(restored.state, restored.step, passed_over, restored.meta.get("recent_losses", ()))
+            state = with_copies(config, restored.state)
+            return Start(state, restored.step, passed_over, restored.meta.get("recent_losses", ()))
         assert config.init_from is None or self.pretrained, "a resumed run has a checkpoint to go back to"
-        model = None if self.pretrained is None else load_model(self.pretrained, config.model)
+        model = None if self.pretrained is None else load_model(self.pretrained, config.model, abstract_model(config))
         return Start(init_state(config, model), passed_over=passed_over)
 
 
@@ -92,7 +93,7 @@ def find_beginning(
     """
     run_dir = Path(config.run_dir).expanduser()
     passed_over = read_passed_over(run_dir, checkpointer)
-    found = checkpointer.find(abstract, passed_over=passed_over)
+    found = checkpointer.find(abstract.without_copies(), passed_over=passed_over)
     if found is not None:
         passed_over = agreed(run_dir, passed_over, found)
     origin = _look(asked, config, abstract, found, pretrained)
@@ -104,7 +105,7 @@ def check_beginning(asked: Config, config: Config, abstract: TrainState, pretrai
     together."""
     run_dir, found = Path(config.run_dir).expanduser(), None
     if of_first(latest_step(run_dir)) is not None:
-        found = find_arrays(good_step(run_dir / "checkpoints"), concretise(abstract), partial=False)
+        found = find_arrays(good_step(run_dir / "checkpoints"), concretise(abstract.without_copies()), partial=False)
     origin = _look(asked, config, abstract, found, pretrained)
     look_at_data(config, origin.tokenizer, console.log)
 
@@ -115,7 +116,7 @@ def _look(
     if found is not None:
         check_settings(asked, found)
     if found is None or found.step < config.train.num_steps:
-        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract.without_copies()))
         check_room(Path(config.run_dir).expanduser(), num_bytes)
     source = found if pretrained is None else pretrained
     return Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)

@@ -220,7 +220,7 @@ class _Progress:
         in_rows = self._config.in_rows_of(self._config.data.all_stages[number].seq_len)
         with self._trainer.watchdog.phase("evaluate"), self._writer.pause("evaluating"):
             num_rows, is_stopping = self._trainer.num_eval_rows, self._trainer.stop.requested
-            result = evaluate(in_rows, self.state.model, self._of_stages[number], num_rows, is_stopping)
+            result = evaluate(in_rows, self.state.weights, self._of_stages[number], num_rows, is_stopping)
         if result is not None:
             self._writer.write_eval(self.step, result)
 
@@ -242,19 +242,23 @@ class _Progress:
     def _save(self) -> None:
         self.compare_replicas()
         with self._trainer.watchdog.phase("save"), self._writer.pause("saving"):
-            self._trainer.checkpointer.save(self.step, self.state, self._meta(), self._trainer.files)
+            self._trainer.checkpointer.save(*self._contents())
         self._writer.event("save")
         self._saved_step = self.step
 
     def _save_locally(self) -> None:
         self.compare_replicas()
         with self._trainer.watchdog.phase("save"), self._writer.pause("saving"):
-            self._trainer.checkpointer.save_locally(self.step, self.state, self._meta(), self._trainer.files)
+            self._trainer.checkpointer.save_locally(*self._contents())
 
     def _newest(self) -> int | None:
         with contextlib.suppress(SaveError):  # it has been reported
             self._trainer.checkpointer.wait()
         return self._trainer.checkpointer.newest
+
+    def _contents(self) -> tuple[int, TrainState, dict[str, Any], Mapping[str, bytes]]:
+        """Returns the contents of a checkpoint: step, state, metadata and files."""
+        return self.step, self.state.without_copies(), self._meta(), self._trainer.files
 
     def _meta(self) -> dict[str, Any]:
         position, meta = position_meta(self._config, self.step, self._passed_over), self._trainer.meta

@@ -71,7 +71,7 @@ class OwnLoop:
         """Returns `loss` (nats per token) and `bits_per_byte` of held-out rows, as the command evaluates after this step."""
         number = self.config.data.stage_at(max(0, int(state.step) - 1))
         in_rows = self.config.in_rows_of(self.config.data.all_stages[number].seq_len)
-        result = evaluate(in_rows, state.model, self.trainer.dataset.of_stage(number), self.trainer.num_eval_rows)
+        result = evaluate(in_rows, state.weights, self.trainer.dataset.of_stage(number), self.trainer.num_eval_rows)
         assert result is not None
         return result
 
@@ -85,7 +85,7 @@ class OwnLoop:
         step, checkpointer = int(state.step), self.trainer.checkpointer
         meta = self.trainer.meta
         position = position_meta(self.config, step, self.start.passed_over)
-        checkpointer.save(step, state, meta | {"data": position | meta["data"]}, self.trainer.files)
+        checkpointer.save(step, state.without_copies(), meta | {"data": position | meta["data"]}, self.trainer.files)
         checkpointer.wait()
         return Path(self.config.run_dir).expanduser() / "checkpoints" / str(step)
 

@@ -16,7 +16,7 @@ from llamajax.training.rollback import parse_passed_over
 from llamajax.watch import console
 
 MAY_CHANGE = (
-    "run_dir", "mesh", "parallel", "distributed", "hardware", "xla", "data", "checkpoint", "recovery", "watchdog",
+    "run_dir", "mesh", "parallel", "offload", "distributed", "hardware", "xla", "data", "checkpoint", "recovery", "watchdog",
     "metrics", "profile", "sample",
     "train.grad_accum_steps", "train.grad_accum_dtype", "train.eval_every", "train.eval_batches",
     "train.max_nonfinite_steps", "model.remat", "model.attention_kernel",

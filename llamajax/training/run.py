@@ -202,14 +202,14 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abst
                 bad = error.with_traceback(None)  # the frames hold the state that went wrong
                 del start, restored  # they hold the state that it began with
             watchdog.begin("load")
-            restored, passed_over = go_back(bad, config, abstract, checkpointer, passed_over)
+            restored, passed_over = go_back(bad, config, abstract.without_copies(), checkpointer, passed_over)
 
 
 def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
     """Prints the trained model's continuation of `sample.prompt`, if one is set."""
     if config.sample.prompt is None:
         return
-    on, model, key = jax.sharding.get_mesh(), state.model, state.rng
+    on, model, key = jax.sharding.get_mesh(), state.weights, state.rng
     if on.shape["pipeline"] > 1:
         on, model, key = _without_stages(state)
     with jax.set_mesh(on):

@@ -71,7 +71,7 @@ _QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=_QUICKLY)
 def step_with_gradients(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array], Any]:
     """Runs `llamajax.step.step.train_step` and also returns the gradients."""
-    metrics, grads = loss_and_grads(run, state.model, batch)
+    metrics, grads = loss_and_grads(run, state.weights, batch)
     state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
     return state, metrics | update_metrics, grads
 

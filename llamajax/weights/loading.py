@@ -16,6 +16,7 @@ from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise, named_arrays
+from llamajax.parallel.host_memory import KIND, moved, total
 from llamajax.weights import names
 from llamajax.weights.pretrained import Pretrained
 from llamajax.weights.safetensors import Stored
@@ -23,26 +24,28 @@ from llamajax.weights.safetensors import Stored
 Index = tuple[slice, ...]
 
 
-def load_model(pretrained: Pretrained, config: ModelConfig) -> Llama:
+def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | None = None) -> Llama:
     """Returns the model on the current mesh, in `config.param_dtype`. Processes call this together.
 
-    The host holds at most the part of one layer's largest array, or of a vocabulary table, that this process's devices need.
+    Besides arrays that wait in its memory, the host holds at most the part of one layer's largest array, or of a vocabulary
+    table, that this process's devices need.
 
     Args:
         pretrained: the location of the weights.
         config: configuration of the model; settings that do not shape weights may differ, see `Pretrained.check`.
+        abstract: its weights as `jax.ShapeDtypeStruct`, with the memory of each; None: all of them on the devices.
 
     Raises:
         CheckpointError: the checkpoint was deleted meanwhile, holds another version of the model, or has a weight that is
             not finite.
     """
-    abstract = concretise(_abstract_model(config))
+    abstract = concretise(_abstract_model(config)) if abstract is None else abstract
     arrays = named_arrays({"model": abstract})
     if pretrained.tensors is not None:
         leaves = [read_array(name, leaf, pretrained.tensors) for name, leaf in arrays.items()]
     else:
         as_stored = _abstract_model(dataclasses.replace(config, param_dtype=pretrained.config.param_dtype))
-        leaves = read_weights(pretrained.source, concretise(as_stored), config.param_dtype)
+        leaves = read_weights(pretrained.source, _in_memory_of(abstract, concretise(as_stored)), config.param_dtype)
     model = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     finite = jax.tree.leaves(_are_finite(model))
     if bad := [name for name, is_finite in zip(arrays, finite, strict=True) if not is_finite]:
@@ -54,10 +57,17 @@ def _abstract_model(config: ModelConfig) -> Llama:
     return jax.eval_shape(partial(Llama, config), jax.random.key(0))
 
 
+def _in_memory_of(abstract: Llama, others: Llama) -> Llama:
+    """Returns arrays like `others`, each in the memory of the one in `abstract`."""
+    leaves, tree = jax.tree.flatten(others)
+    places = [own.sharding for own in jax.tree.leaves(abstract)]
+    return jax.tree.unflatten(tree, [x.update(sharding=lies) for x, lies in zip(leaves, places, strict=True)])
+
+
 @jax.jit
 def _are_finite(model: Llama) -> Llama:
     """Returns a bool [] for every weight, on every device."""
-    return jax.tree.map(lambda weight: jnp.all(jnp.isfinite(weight)), model)
+    return jax.tree.map(lambda weight: total(lambda own, _: jnp.sum(~jnp.isfinite(own)), weight) == 0, model)
 
 
 def read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, Stored]) -> jax.Array:
@@ -66,7 +76,7 @@ def read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, 
     assert isinstance(sharding, NamedSharding)
     if not names.is_stacked(name):
         return _place(abstract.shape, abstract.dtype, sharding, partial(names.from_hf, name, 0, tensors, abstract.shape))
-    array = jnp.zeros(abstract.shape, abstract.dtype, device=sharding)
+    array = _zeros(abstract.shape, abstract.dtype, sharding)
     of_layer, shape = NamedSharding(sharding.mesh, P(*sharding.spec[1:])), abstract.shape[1:]
     for layer in range(abstract.shape[0]):
         read = partial(names.from_hf, name, layer, tensors, shape)
@@ -75,8 +85,17 @@ def read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, 
     return array
 
 
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding) -> jax.Array:
+    """Returns zeros; on the host they are made there."""
+    if sharding.memory_kind != KIND:
+        return jnp.zeros(shape, dtype, device=sharding)
+    part = sharding.shard_shape(shape)
+    return jax.make_array_from_callback(shape, sharding, lambda _: np.zeros(part, dtype))
+
+
 @partial(jax.jit, donate_argnums=0)
 def _set_layer(stacked: jax.Array, block: jax.Array, layer: jax.Array) -> jax.Array:
+    block = moved(block, jax.typeof(stacked).memory_space)
     return jax.lax.dynamic_update_index_in_dim(stacked, block, layer, 0)
 
 

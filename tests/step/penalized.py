@@ -26,9 +26,9 @@ class PenalizedMLP(MLP):
         self.mlp = mlp
 
     def __call__(
-        self, x: jax.Array, tensor: TensorForm = "collective", *, gates_in_stack: bool = False
+        self, x: jax.Array, tensor: TensorForm = "collective", *, gates_in_stack: bool = False, is_saved: bool = True
     ) -> tuple[jax.Array, Auxiliary]:
-        out, _ = self.mlp(x, tensor, gates_in_stack=gates_in_stack)
+        out, _ = self.mlp(x, tensor, gates_in_stack=gates_in_stack, is_saved=is_saved)
         return out, auxiliary_of(out)
 
 
