@@ -342,6 +342,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
     from llamajax.config.keys import without_removed
     from llamajax.config.parallel import MeshConfig
     from llamajax.parallel import startup
+    from llamajax.step.resolve import with_placed_state
     from llamajax.step.state import abstract_state
     from llamajax.training import elastic
 
@@ -361,7 +362,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
     with _guest():
         startup.begin(config)
         config = elastic.fit(config, path).config
-        startup.lay_out(config)
+        config = with_placed_state(config, startup.lay_out(config).shape)
         return read(path, abstract_state(config).without_copies(), step)
 
 

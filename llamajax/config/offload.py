@@ -98,7 +98,9 @@ def saved_by(remat: Remat, *, is_shared: bool) -> tuple[ActivationName, ...]:
 
 
 def offload_problems(offload: OffloadConfig, model: ModelConfig, mesh: MeshConfig, stack: StackForm) -> Iterator[str]:
-    """Yields one `key: rule; remedy` line for each reason why the named values of such a run cannot wait in host memory."""
+    """Yields one `key: rule; remedy` line for each reason why what such a run names cannot wait in host memory."""
+    if offload.state_share and mesh.pipeline != 1:
+        yield "offload.optimizer: the stages of a pipeline keep their state on the card; set none, or mesh.pipeline: 1"
     if not offload.names:
         return
     saved = offload.names if model.remat == "auto" else saved_by(model.remat, is_shared=mesh.tensor != 1)

@@ -166,11 +166,28 @@ MASTER = -1
 
 def state_in_host_memory(config: Config) -> frozenset[tuple[str, int]]:
     """Returns the arrays of the state that wait in host memory between steps: names of weights, each with the number of one
-    of its moments, or `MASTER`.
+    of its moments, or `MASTER`. These are the first of `_movable_state` with the share `offload.optimizer` of its bytes."""
+    if not config.offload.state_share:
+        return frozenset()
+    order = _movable_state(config)
+    wanted, before = config.offload.state_share * sum(size for _, size in order), 0
+    chosen = set[tuple[str, int]]()
+    for key, size in order:
+        if before < wanted * (1 - 1e-9):
+            chosen.add(key)
+        before += size
+    return frozenset(chosen)
 
-    `offload.optimizer` says for which share of the bytes of all matrices. Moments come first, because the card holds no
-    copies of them; then the weights of layers; last the embedding and the head.
-    """
+
+def state_shares(config: Config) -> list[float]:
+    """Returns the values of `offload.optimizer` that differ in effect, from 0 to 1."""
+    sizes = [size for _, size in _movable_state(config)]
+    return [size / sum(sizes) for size in itertools.accumulate(sizes, initial=0)]
+
+
+def _movable_state(config: Config) -> list[tuple[tuple[str, int], int]]:
+    """Returns the arrays of the state that may wait in host memory, with their bytes, in the order in which they go there.
+    Moments come first, because the card holds no copies of them; then the weights of layers; last embedding and head."""
     sizes, moments = trained_weights(config.train, config.model), config.optimizer.moments
     of_layers = sorted(filter(is_layer_matrix, sizes), key=lambda name: -sizes[name])
     tables = [name for name in ("embedding", "head") if name in sizes]
@@ -179,9 +196,7 @@ def state_in_host_memory(config: Config) -> frozenset[tuple[str, int]]:
     order += [(name, number) for number in range(moments.of_others) for name in tables]
     order += [(name, MASTER) for name in tables]
     model_width, moment_width = DTYPE_BYTES[config.model.param_dtype], DTYPE_BYTES[config.optimizer.moment_dtype]
-    num_bytes = [sizes[name] * (model_width if number == MASTER else moment_width) for name, number in order]
-    wanted, before = config.offload.state_share * sum(num_bytes), itertools.accumulate(num_bytes, initial=0)
-    return frozenset(key for key, already in zip(order, before, strict=False) if already < wanted)
+    return [((name, n), sizes[name] * (model_width if n == MASTER else moment_width)) for name, n in order]
 
 
 def state_host_bytes(config: Config, mesh: Mapping[str, int]) -> int:
@@ -284,6 +299,8 @@ def expected_bytes(
     model, computed = config.model, computed_model(config.model, mesh)
     tensor, sequence = mesh["tensor"], mesh["sequence"]
     stored, wide = DTYPE_BYTES[model.param_dtype], DTYPE_BYTES[model.compute_dtype]
+    if config.offload.state_share:
+        stored = DTYPE_BYTES[config.offload.gradient_dtype]
     work = StageWork.of(config, mesh)
     D, L, V, F = model.embed_dim, work.layers, model.vocab_size // tensor, model.mlp_dim // tensor
     heads = model.num_heads * model.head_dim // tensor
@@ -329,7 +346,7 @@ def expected_bytes(
         collectives, loss = prefetched_bytes(model, mesh), loss + gathered_layer_bytes(model, mesh)
     parameters, moments = _state_bytes(config, mesh)
     return {
-        "parameters": parameters,
+        "parameters": parameters + host_copy_bytes(config, mesh),
         "optimizer": moments,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
         "gradients": (stored + summed) * waiting + wide * held_back + summed * whole_trained,
@@ -376,11 +393,18 @@ def saved_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[dict[Activatio
     of_tokens = saved_tokens(config.offload.saved_share, length) / length
     share = {name: of_tokens if name in BY_TOKEN else 1.0 for name in numbers}
     sizes: dict[ActivationName, int] = {name: int(share[name] * tokens * wide * count) for name, count in numbers.items()}
-    away = {name: size for name, size in sizes.items() if name in config.offload.names}
-    return {name: size for name, size in sizes.items() if name not in away}, away
+    on_card, away = dict[ActivationName, int](), dict[ActivationName, int]()
+    for name, size in sizes.items():
+        (away if name in config.offload.names else on_card)[name] = size
+    return on_card, away
 
 
 def host_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the bytes of host memory that one device's data take."""
+    return saved_host_bytes(config, mesh) + state_host_bytes(config, mesh)
+
+
+def saved_host_bytes(config: Config, mesh: Mapping[str, int]) -> int:
     """Returns the bytes of a device's saved values that wait in host memory. The last layer's stay on the card; where layers
     are written out, also those of the layer before it."""
     _, away = saved_bytes(config, mesh)

@@ -21,7 +21,7 @@ class LayerCosts:
     """Time of the backward pass, without the recomputation of what could wait in host memory."""
     sizes: Mapping[ActivationName, float]
     """Bytes of each value that the layer saves."""
-    again_s: Mapping[ActivationName, float]
+    again_s: Mapping[str, float]
     """Time to recompute each of the `BY_TOKEN` values for all tokens."""
     parting_s: float
     """Time, in each pass, to part the tokens whose values are saved from the others."""

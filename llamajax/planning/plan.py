@@ -23,7 +23,7 @@ from llamajax.planning.scheduling import check_told, latency_source
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
-from llamajax.step.resolve import ResolvedRun, float8_matmuls, resolve_planned
+from llamajax.step.resolve import ResolvedRun, float8_matmuls, resolve_planned, with_placed_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +102,7 @@ def make_plan(
         ConfigError: see `compile_for` and `check_told`.
     """
     check_told(config)
+    config = with_placed_state(config, mesh_sizes(config))
     by_remat: dict[Remat, Schedule] = {}
 
     def compiled(run: ResolvedRun) -> Preference:

@@ -107,15 +107,15 @@ def create(
         def stack(make: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
             return lambda keys: for_each_layer(lambda index: sent(split(make(keys[index])), "layers."))
 
-        model = Llama(config.model, key, stack=stack)
+        weights = Llama(config.model, key, stack=stack)
     else:
-        own, model = model, jax.tree.map(lambda weight: weight, model)
-        model.layers = for_each_layer(lambda index: sent(split(moved(_at(own.layers, index), DEVICE)), "layers."))
+        stored, weights = model.layers, jax.tree.map(lambda weight: weight, model)
+        weights.layers = for_each_layer(lambda index: sent(split(moved(_at(stored, index), DEVICE)), "layers."))
     for name in ("embedding", "head"):
-        if (table := getattr(model, name)) is not None:
+        if (table := getattr(weights, name)) is not None:
             table = split(table)
-            setattr(model, name, with_value(table, _sent(table[...], (name, MASTER) in away)))
-    trained = partition(config.train, model)[0]
+            setattr(weights, name, with_value(table, _sent(table[...], (name, MASTER) in away)))
+    trained: Any = partition(config.train, weights)[0]  # optax's types know dicts and tuples only
     names = [name for name, node in _named_weights(trained).items() if node is not None]
     of_layers = {name for name in names if name.startswith("layers.")}
 
@@ -124,7 +124,7 @@ def create(
         return jax.tree.map(lambda node: node if _is_weight(node) else None, state, is_leaf=_is_node)
 
     rest = sent_moments(optimizer.init(moved(_of(trained, set(names) - of_layers), DEVICE)), names)
-    return model, combine(for_each_layer(moments), rest)
+    return weights, combine(for_each_layer(moments), rest)
 
 
 def is_away(params: Llama, opt_state: Any) -> bool:
@@ -135,17 +135,17 @@ def is_away(params: Llama, opt_state: Any) -> bool:
 class Updated(NamedTuple):
     """Trained weights, moments and copies after an update."""
 
-    params: Llama
+    params: Any
     opt_state: Any
-    copies: Llama | None
+    copies: Any
 
 
 def update(
     optimizer: optax.GradientTransformation,
-    params: Llama,
+    params: Any,
     opt_state: Any,
-    copies: Llama | None,
-    grads: Llama,
+    copies: Any,
+    grads: Any,
     scale: jax.Array,
     applied: jax.Array,
 ) -> Updated:
@@ -164,19 +164,20 @@ def update(
 
     away = [name for name in names if is_away(_of(params, {name}), _of(opt_state, {name}))]
     stacked = [name for name in away if name.startswith("layers.")]
-    one = functools.partial(_update, optimizer, scale=scale, applied=applied)
+    one: Callable[..., tuple[Any, Any]] = functools.partial(_update, optimizer, scale=scale, applied=applied)
     at_once = set(names) - set(away)
-    parts = [Updated(*one(*(_of(tree, at_once) for tree in (params, opt_state, grads))), _of(copies, at_once))]
+    on_card = (_of(tree, at_once) for tree in (params, opt_state, grads))
+    new_params, new_state = one(*on_card)
+    parts = [Updated(new_params, new_state, _of(copies, at_once))]
     for name in sorted(set(away) - set(stacked)):
         own = moved(tuple(_of(tree, {name}) for tree in (params, opt_state)), DEVICE)
         new = one(*own, _of(grads, {name}))
         low = _of(copies, {name})
-        parts.append(Updated(*_like((_of(params, {name}), _of(opt_state, {name})), new), _cast_like(low, new[0])))
-    parts += _update_by_layer(
-        one, [Updated(*(_of(tree, {name}) for tree in (params, opt_state, copies))) for name in stacked],
-        [_of(grads, {name}) for name in stacked],
-    )  # fmt: skip
-    return Updated(*(functools.reduce(combine, several) for several in zip(*parts, strict=True)))
+        new_params, new_state = _like((_of(params, {name}), _of(opt_state, {name})), new)
+        parts.append(Updated(new_params, new_state, _cast_like(low, new[0])))
+    of_layers = [Updated(_of(params, {name}), _of(opt_state, {name}), _of(copies, {name})) for name in stacked]
+    parts += _update_by_layer(one, of_layers, [_of(grads, {name}) for name in stacked])
+    return Updated._make(functools.reduce(combine, several) for several in zip(*parts, strict=True))
 
 
 def _update_by_layer(one: Callable[..., Any], weights: list[Updated], grads: list[Any]) -> list[Updated]:

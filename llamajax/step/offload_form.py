@@ -1,11 +1,12 @@
-"""Resolves `offload.activations` and `offload.fraction`, and says why."""
+"""Resolves `offload`, and says why."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from llamajax.config.model import SAVED_BY_REMAT
-from llamajax.config.offload import BY_TOKEN, ON_CARD, ActivationName, OffloadConfig
+from llamajax.config.offload import BY_TOKEN, NOT_PIPELINE, NOT_SCAN, ON_CARD, OffloadConfig
 from llamajax.config.run import Config
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
@@ -16,6 +17,8 @@ from llamajax.estimates.formulas import (
     num_matmul_params,
     residual_width,
     saved_bytes,
+    state_host_bytes,
+    state_shares,
     tokens_per_device,
 )
 from llamajax.estimates.host_memory import host_room
@@ -39,48 +42,118 @@ class OffloadChoice(NamedTuple):
     """What the choice costs by formulas; None: nothing was to choose."""
 
 
-def offload_form(config: Config, axes: Mapping[str, int], card_bytes: float | None, obstacle: str) -> OffloadChoice:
+def offload_form(
+    config: Config, axes: Mapping[str, int], budget: float | None, needed: Callable[[Config], dict[str, int]]
+) -> OffloadChoice:
     """Returns what waits in host memory for a run with a chosen `model.remat`.
 
     Args:
         config: the run.
         axes: sizes of the mesh axes.
-        card_bytes: memory of the card for saved values; None: unknown, or `auto` cannot choose.
-        obstacle: the reason, in that case.
+        budget: bytes of a GPU for arrays; None: unknown.
+        needed: returns the bytes on a device by purpose, for a run with a chosen `offload`.
     """
     asked = config.offload
-    if asked.activations == "none":
-        return OffloadChoice(asked, "")
-    if asked.activations != "auto":
-        names = ", ".join(asked.names) or "nothing"
-        return OffloadChoice(asked, f"{_told(names, asked.saved_share)}: offload.activations says so")
-    if card_bytes is None:
-        none = dataclasses.replace(asked, activations=(), fraction=None)
+    if "auto" not in (asked.activations, asked.optimizer):
+        return OffloadChoice(asked, _as_told(asked))
+    obstacle = "there is no GPU, or hardware.gpu does not name it" if budget is None else _obstacle(config, axes)
+    if budget is None or obstacle is not None:
+        none = dataclasses.replace(
+            asked, activations=asked.names or "none", fraction=None, optimizer=asked.state_share or "none"
+        )  # fmt: skip
         return OffloadChoice(none, f"nothing: {obstacle}")
-    costs, limits = layer_costs(config, axes), _limits(config, axes, card_bytes)
-    found = best(costs, limits) if asked.fraction is None else None
-    if found is None:
-        # The least that the card can hold, so that a plan says by how much it does not fit.
-        every = tuple(costs.sizes)
-        fraction = hidden_fraction(costs, limits, every) if asked.fraction is None else asked.fraction
-        found = placed(costs, limits, every, fraction)
-    parted = bool(set(found.names) & set(BY_TOKEN)) and found.fraction < 1
-    chosen = dataclasses.replace(asked, activations=found.names, fraction=found.fraction if parted else None)
-    return OffloadChoice(chosen, _reason(costs, limits, found), found)
-
-
-def _reason(costs: LayerCosts, limits: Limits, found: Placement) -> str:
-    if found.card_bytes > 1.001 * limits.card_bytes or found.host_bytes > 1.001 * limits.host_bytes:
-        return (
-            f"{_told(', '.join(found.names), found.fraction)}, but nothing fits: {format_bytes(int(found.card_bytes))} of"
-            f" {format_bytes(int(limits.card_bytes))} on the card, {format_bytes(int(found.host_bytes))} of"
-            f" {format_bytes(int(limits.host_bytes))} in host memory"
+    costs, machine = layer_costs(config, axes), planned_machine(config)
+    found: list[Candidate] = []
+    for share in state_shares(config) if asked.optimizer == "auto" else [asked.state_share]:
+        tried = dataclasses.replace(asked, activations=(), fraction=None, optimizer=share)
+        run = dataclasses.replace(config, offload=tried)
+        bytes_of, state = needed(run), state_host_bytes(run, axes)
+        limits = Limits(
+            layers=config.model.num_layers,
+            staying=_LAST_LAYERS,
+            bandwidth=machine.host_link,
+            card_bytes=max(0.0, budget - sum(bytes_of.values()) + bytes_of["activations"]),
+            host_bytes=max(0.0, host_room(config) - state),
         )
-    if not found.names:
-        return f"nothing: {format_bytes(int(found.card_bytes))} of saved values should fit the card"
+        found.append(Candidate(share, state, state / machine.host_link, limits, *_placement(costs, limits, asked)))
+    fitting = [candidate for candidate in found if candidate.fits]
+    steps = config.train.grad_accum_steps
+    chosen = min(fitting, key=lambda own: (own.seconds(steps), own.state_bytes)) if fitting else found[-1]
+    parted = bool(set(chosen.placement.names) & set(BY_TOKEN)) and chosen.placement.fraction < 1
+    offload = dataclasses.replace(
+        asked,
+        activations=chosen.placement.names or "none",
+        fraction=chosen.placement.fraction if parted else None,
+        optimizer=chosen.share or "none",
+    )
+    return OffloadChoice(offload, _reason(costs, chosen), chosen.placement)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A share of the state in host memory, with the best choice of saved values beside it."""
+
+    share: float
+    state_bytes: int
+    """Bytes of a device's weights and moments in host memory."""
+    update_s: float
+    """Time to copy them, each way."""
+    limits: Limits
+    placement: Placement
+    fits: bool
+
+    def seconds(self, micro_batches: int) -> float:
+        """Returns the time of a step's layers and update."""
+        return micro_batches * self.placement.layers_s + self.update_s
+
+
+def _placement(costs: LayerCosts, limits: Limits, asked: OffloadConfig) -> tuple[Placement, bool]:
+    """Returns the best choice of saved values, and whether it fits; where none does, the one with the least on the card."""
+    every = tuple(costs.sizes)
+    if asked.activations == "auto" and asked.fraction is None and (found := best(costs, limits)) is not None:
+        return found, True
+    if asked.activations == "auto":
+        told = hidden_fraction(costs, limits, every) if asked.fraction is None else asked.fraction
+        found = placed(costs, limits, every, told)
+    else:
+        found = placed(costs, limits, asked.names, asked.saved_share)
+    return found, found.card_bytes <= limits.card_bytes and found.host_bytes <= limits.host_bytes
+
+
+def _obstacle(config: Config, axes: Mapping[str, int]) -> str | None:
+    """Returns the reason why `auto` chooses nothing."""
+    if axes["pipeline"] > 1:
+        return NOT_PIPELINE
+    return f"parallel.stack: scan {NOT_SCAN}" if config.parallel.stack == "scan" else None
+
+
+def _as_told(offload: OffloadConfig) -> str:
+    """Returns what settings name, in one line; empty if they name nothing."""
+    parts = [_told(", ".join(offload.names), offload.saved_share)] if offload.names else []
+    parts += [f"{offload.state_share:.0%} of weights and moments"] if offload.state_share else []
+    return f"{' and '.join(parts)}: offload says so" if parts else ""
+
+
+def _reason(costs: LayerCosts, chosen: Candidate) -> str:
+    found, limits = chosen.placement, chosen.limits
+    parts = []
+    if chosen.share:
+        parts.append(
+            f"{chosen.share:.0%} of weights and moments, {format_bytes(chosen.state_bytes)} per GPU, copied in"
+            f" {chosen.update_s:.3g} s per step each way"
+        )
+    if found.names:
+        parts.append(
+            f"{_told(', '.join(found.names), found.fraction)}, {format_bytes(int(found.host_bytes))} per GPU, copied in"
+            f" {1e3 * found.copy_s:.3g} ms per layer each way, while it computes for {1e3 * costs.forward_s:.3g} ms forward"
+        )
+    told = "; ".join(parts) or f"nothing: {format_bytes(int(found.card_bytes))} of saved values should fit the card"
+    if chosen.fits:
+        return told
     return (
-        f"{_told(', '.join(found.names), found.fraction)}: {format_bytes(int(found.host_bytes))} per GPU, copied in"
-        f" {1e3 * found.copy_s:.3g} ms per layer each way, while it computes for {1e3 * costs.forward_s:.3g} ms forward"
+        f"{told}; but it should not fit: saved values take {format_bytes(int(found.card_bytes))} on the card, where"
+        f" {format_bytes(int(limits.card_bytes))} are left, and {format_bytes(int(found.host_bytes))} in host memory, where"
+        f" {format_bytes(int(limits.host_bytes))} are left"
     )
 
 
@@ -105,12 +178,12 @@ def layer_costs(config: Config, axes: Mapping[str, int]) -> LayerCosts:
     lost = 0 if saved is None else sum(size for matrix, size in matrices.items() if matrix.result not in kept)
     attention_s, attention_back_s = _attention_seconds(config, axes, machine)
     on_card, _ = saved_bytes(dataclasses.replace(config, offload=ON_CARD), axes)
-    by_token = {name: on_card[name] for name in BY_TOKEN if name in on_card}
+    by_token: dict[str, int] = {name: on_card[name] for name in BY_TOKEN if name in on_card}
     # The parts of qkv and of the MLP's output are written, joined, and read.
     parted = by_token.get("qkv", 0) + width * tokens * residual_width(config, axes)
     memory = machine.gpu.memory_bandwidth * calibration.memory_efficiency
     products = {matrix.result: size * product_s for matrix, size in matrices.items()}
-    again_s: dict[ActivationName, float] = {name: products[name] for name in by_token}
+    again_s = {name: products[name] for name in by_token}
     return LayerCosts(
         forward_s=sum(matrices.values()) * product_s + attention_s,
         backward_s=(2 * sum(matrices.values()) + lost) * product_s + attention_back_s,
@@ -120,10 +193,14 @@ def layer_costs(config: Config, axes: Mapping[str, int]) -> LayerCosts:
     )
 
 
-def layers_seconds(config: Config, axes: Mapping[str, int]) -> float:
-    """Returns the seconds of all layers in both passes of a micro-batch, for a resolved `offload`."""
-    costs, limits = layer_costs(config, axes), _limits(config, axes, 0.0)
-    return placed(costs, limits, config.offload.names, config.offload.saved_share).layers_s
+def step_seconds(config: Config, axes: Mapping[str, int]) -> float:
+    """Returns the seconds of all layers of a step, and of its update's copies, for a resolved `offload`."""
+    bandwidth, offload = planned_machine(config).host_link, config.offload
+    limits = Limits(
+        layers=config.model.num_layers, staying=_LAST_LAYERS, bandwidth=bandwidth, card_bytes=0.0, host_bytes=0.0
+    )  # fmt: skip
+    layers_s = placed(layer_costs(config, axes), limits, offload.names, offload.saved_share).layers_s
+    return config.train.grad_accum_steps * layers_s + state_host_bytes(config, axes) / bandwidth
 
 
 def _attention_seconds(config: Config, axes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
@@ -141,13 +218,3 @@ def _attention_seconds(config: Config, axes: Mapping[str, int], machine: Machine
     seconds = tokens_per_device(config, axes) * flops / machine.gpu.peak_flops
     again = seconds / forward if model.remat == "full" else 0.0
     return seconds / forward, 2.5 * seconds / backward + again
-
-
-def _limits(config: Config, axes: Mapping[str, int], card_bytes: float) -> Limits:
-    return Limits(
-        layers=config.model.num_layers,
-        staying=_LAST_LAYERS,
-        bandwidth=planned_machine(config).host_link,
-        card_bytes=card_bytes,
-        host_bytes=host_room(config),
-    )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamajax.config.model import REMATS, ModelConfig, Remat
-from llamajax.config.offload import NOT_PIPELINE, NOT_SCAN, ON_CARD
 from llamajax.config.parallel import Reduction, SequenceForm, StackForm, TensorForm, num_parts, splits_residual
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
@@ -21,6 +20,7 @@ from llamajax.estimates.formulas import (
     mesh_sizes,
     params_gathered_once,
     prefetched_bytes,
+    saved_host_bytes,
 )
 from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.estimates.gpus import Gpu, planned_gpu
@@ -30,7 +30,7 @@ from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.tensor import SHARED
 from llamajax.step.loss import MAX_CHUNK_LOGITS
-from llamajax.step.offload_form import OffloadChoice, layers_seconds, offload_form
+from llamajax.step.offload_form import OffloadChoice, offload_form, step_seconds
 from llamajax.step.pipeline_forms import head_form, pipeline_form
 from llamajax.units import format_bytes
 
@@ -103,6 +103,14 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
     return ResolvedRun(config=config, mesh=mesh, gpu=gpu, memory_fraction=fraction, reasons=reasons)
 
 
+def with_placed_state(config: Config, mesh: Mapping[str, int]) -> Config:
+    """Returns the run with `offload.optimizer: auto` resolved. The state of a run has one place, whichever policy of
+    `model.remat` and other forms its steps have, so this comes before all other choices."""
+    if config.offload.optimizer != "auto":
+        return config
+    return config.changed({"offload.optimizer": resolve(config, mesh).config.offload.optimizer})
+
+
 def resolve_planned(config: Config) -> ResolvedRun:
     """Returns the run on the cluster that its `hardware` describes; see `resolve`.
 
@@ -141,7 +149,7 @@ def remat_policy(config: Config, axes: Mapping[str, int], budget: float | None) 
         return asked, "model.remat says so"
     if budget is None:
         return "full", "there is no GPU, or hardware.gpu does not name it, so its memory is unknown"
-    if config.offload.activations != "none":
+    if config.offload.activations != "none" or config.offload.optimizer == "auto":
         return _fastest_with_offload(config, axes, budget), "is the fastest that should fit, with values in host memory"
     for remat in REMATS:
         tried = _with_remat(config, remat)
@@ -160,20 +168,18 @@ def _fastest_with_offload(config: Config, axes: Mapping[str, int], budget: float
         tried = dataclasses.replace(tried, offload=choice.offload)
         tried = _in_forms(tried, stack=stack_form(tried, axes, budget)[0])
         if _fits(tried, axes, budget) and host_bytes(tried, axes) <= host_room(tried):
-            found[remat] = layers_seconds(tried, axes)
+            found[remat] = step_seconds(tried, axes)
     return min(found, key=lambda remat: found[remat]) if found else "full"
 
 
 def offload_choice(config: Config, axes: Mapping[str, int], budget: float | None) -> OffloadChoice:
     """Returns what waits in host memory, for a run with a chosen `model.remat`; `budget` as for `stack_form`."""
-    obstacle = "parallel.stack: scan " + NOT_SCAN if config.parallel.stack == "scan" else None
-    obstacle = NOT_PIPELINE if axes["pipeline"] > 1 else obstacle
-    if budget is None or obstacle is not None:
-        return offload_form(config, axes, None, obstacle or "there is no GPU, or hardware.gpu does not name it")
-    prefetching = _in_forms(config, stack="prefetch", sequence=sequence_form(config, axes)[0])
-    prefetching = dataclasses.replace(prefetching, offload=ON_CARD)
-    needed = formula_bytes(prefetching, axes)
-    return offload_form(config, axes, max(0.0, budget - sum(needed.values()) + needed["activations"]), "")
+    form = sequence_form(config, axes)[0]
+
+    def needed(run: Config) -> dict[str, int]:
+        return formula_bytes(_in_forms(run, stack="prefetch", sequence=form), axes)
+
+    return offload_form(_in_forms(config, sequence=form), axes, budget, needed)
 
 
 def float8_matmuls(model: ModelConfig, capability: tuple[int, ...] | None) -> dict[str, str]:
@@ -217,7 +223,7 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
     elif is_alone and form == "prefetch":
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are too many without a loop"
     if config.offload.names:
-        away = format_bytes(host_bytes(config, axes))
+        away = format_bytes(saved_host_bytes(config, axes))
         return form, f"{away} of saved values wait in host memory and return one layer ahead"
     if not _fits(_in_forms(config, stack=form), axes, budget):
         return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights might not fit"

@@ -24,6 +24,7 @@ from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import check_told
 from llamajax.processes.exit import end_process, exit_code
 from llamajax.processes.peers import check_same_everywhere, everyones
+from llamajax.step.resolve import with_placed_state
 from llamajax.step.state import TrainState, abstract_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
@@ -101,7 +102,7 @@ def look(asked: Config, run_dir: Path, watchdog: Watchdog) -> Outset:
     startup.begin(asked)
     fitted = elastic.fit(asked, run_dir)
     config = fitted.config
-    startup.lay_out(config)
+    config = with_placed_state(config, startup.lay_out(config).shape)
     watchdog.begin("load")
     abstract = abstract_state(config)
     console.print_header(config, abstract.model)

@@ -93,7 +93,8 @@ def program(config: Config) -> str:
     jax.set_mesh(mesh)
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
-    run, state = resolve(config, mesh.shape), abstract_state(config)
+    run = resolve(config, mesh.shape)
+    state = abstract_state(run.config)
     if not config.mesh.stages:
         return step_with_gradients.lower(run, state, batch).as_text()
     texts = list[str]()
@@ -121,7 +122,8 @@ def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Si
         return {kind: seen(tree) for kind, tree in (of_optimizer | {"weight": state.model}).items()}
 
     doing("making the state")
-    run, state = resolve(config, mesh.shape), init_state(config)
+    run = resolve(config, mesh.shape)
+    state = init_state(run.config)
     steps = [Step({}, kept(state))]
     doing("compiling")
     do_step = _staged_step(run) if config.mesh.stages else functools.partial(step_with_gradients, run)

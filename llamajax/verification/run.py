@@ -1,13 +1,14 @@
 """A verification, from configuration to verdict: read `run` from top to bottom.
 
 Scales the run's mesh and forms down to a few emulated devices, and compares its first steps with those of the plainest
-possible run: one device, one micro-batch, no recomputation, no form of sharing the work. Both runs draw the weights
-themselves, train on the same rows, and compute in fp32 throughout.
+possible run: one device, one micro-batch, no recomputation, no form of sharing the work, nothing in host memory. Both runs
+draw the weights themselves, train on the same rows, and compute in fp32 throughout.
 
-Exit codes: 0 when all numbers are equal, or the run has one device and so nothing to verify; 1 when some differ; 2 for
-mistakes.
+Exit codes: 0 when all numbers are equal, or there is nothing to verify, because the run has one device and keeps all data on
+it; 1 when some differ; 2 for mistakes.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -15,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llamajax.config.offload import OffloadConfig
 from llamajax.config.parallel import ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, UnequalError, show
 from llamajax.parallel import startup
 from llamajax.processes.exit import exit_code
-from llamajax.step.resolve import resolve
+from llamajax.step.resolve import resolve, with_placed_state
 from llamajax.verification import text
 from llamajax.verification.compare import certify
 from llamajax.verification.page import page
@@ -33,8 +35,11 @@ FILES = ("--json", "--page")
 """Options that name a file to write."""
 PAGES = ("--page",)
 """Options that name an HTML page to write."""
-NOTHING = "nothing to verify: the run has one device; mesh and mesh.num_cpu_devices say how many there are"
-"""Verdict on a run with one device."""
+NOTHING = (
+    "nothing to verify: the run has one device; mesh and mesh.num_cpu_devices say how many there are, and offload what waits"
+    " in host memory"
+)
+"""Verdict on a run with one device that keeps all data on it."""
 
 
 def run(config: Config, options: Mapping[str, str]) -> None:
@@ -84,7 +89,8 @@ class Scaled:
 
 
 def scale(config: Config, num_devices: int | None) -> Scaled | None:
-    """Scales a run down to `num_devices`, or to as few as its mesh allows; None if the run has one device.
+    """Scales a run down to `num_devices`, or to as few as its mesh allows; None if the run has one device, and nothing waits
+    in its host's memory.
 
     Raises:
         ConfigError: the mesh cannot be laid over so many devices.
@@ -92,17 +98,28 @@ def scale(config: Config, num_devices: int | None) -> Scaled | None:
     configured = configured_axes(config)
     if problems := config.undivided(configured):
         raise ConfigError("\n".join(problems))
-    if math.prod(configured.values()) == 1:
+    config = with_placed_state(config, configured)
+    if math.prod(configured.values()) == 1 and not _waits(config.offload):
         return None
     lengths = frozenset(stage.seq_len for stage in config.data.all_stages)
     config = config.in_largest_steps()
     axes = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
     trained = resolve(config, configured).config
-    verified = scale_down(config, configured, axes).changed({"model.remat": trained.model.remat})
+    verified = scale_down(config, configured, axes).changed(
+        {"model.remat": trained.model.remat, "offload": _verified(trained.offload)}
+    )
     return Scaled(
         config=config, verified=verified, configured_axes=configured, scaled_axes=axes, forms=trained.parallel,
         lengths=lengths,
     )  # fmt: skip
+
+
+def _waits(offload: OffloadConfig) -> bool:
+    return offload.activations != "none" or offload.state_share > 0
+
+
+def _verified(offload: OffloadConfig) -> OffloadConfig:
+    return dataclasses.replace(offload, gradient_dtype="float32")
 
 
 def compare(scaled: Scaled) -> dict[str, Any]:

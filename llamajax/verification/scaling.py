@@ -15,6 +15,7 @@ from llamajax.config.data import DataConfig
 from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.keys import keys
 from llamajax.config.model import DType, ModelConfig
+from llamajax.config.offload import ON_CARD
 from llamajax.config.parallel import AXES, PLAIN, DistributedConfig, MeshConfig, axes_of, num_parts, product
 from llamajax.config.run import Config
 from llamajax.config.watch import ProfileConfig
@@ -156,8 +157,8 @@ def scaled_heads(model: ModelConfig, configured: Mapping[str, int], scaled: Mapp
 
 
 def on_one_device(config: Config) -> Config:
-    """Returns the run in the plainest form: one device, one micro-batch, nothing recomputed."""
-    plain = {"parallel": PLAIN, "train.grad_accum_steps": 1, "model.remat": "none"}
+    """Returns the run in the plainest form: one device, one micro-batch, nothing recomputed or in host memory."""
+    plain = {"parallel": PLAIN, "offload": ON_CARD, "train.grad_accum_steps": 1, "model.remat": "none"}
     return config.changed({"mesh": MeshConfig(num_cpu_devices=1), **plain})
 
 

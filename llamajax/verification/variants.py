@@ -76,18 +76,21 @@ def _allowed(config: Config, changes: dict[str, Any]) -> list[Config]:
 
 
 def plainer(config: Config) -> Iterator[tuple[str, Any, Config]]:
-    """Yields the run with each axis in turn not split, each form plain, one micro-batch, nothing recomputed; only changes
-    that make a difference and that all rules allow."""
+    """Yields the run with each axis in turn not split, each form plain, nothing in host memory, one micro-batch, nothing
+    recomputed; only changes that make a difference and that all rules allow."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     settings: list[tuple[str, Any]] = [(join("mesh", axis), 1) for axis, size in sizes.items() if size > 1]
     settings += [("mesh.stages", ())]
     settings += [(join("parallel", field.name), getattr(PLAIN, field.name)) for field in dataclasses.fields(PLAIN)]
+    settings += [("offload.activations", "none"), ("offload.optimizer", "none")]
     settings += [("train.grad_accum_steps", 1), ("model.remat", "none")]
     for key, value in settings:
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) == value:
             continue
-        changed = {"mesh": _changed_mesh(config.mesh, name, value)} if section == "mesh" else {key: value}
+        changed: dict[str, Any] = {"mesh": _changed_mesh(config.mesh, name, value)} if section == "mesh" else {key: value}
+        if key == "offload.activations":
+            changed["offload.fraction"] = None
         yield from ((key, value, own) for own in _allowed(config, changed))
 
 
