@@ -342,6 +342,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
     from llamajax.config.keys import without_removed
     from llamajax.config.parallel import MeshConfig
     from llamajax.parallel import startup
+    from llamajax.step import pinned_memory
     from llamajax.step.resolve import with_placed_state
     from llamajax.step.state import abstract_state
     from llamajax.training import elastic
@@ -360,6 +361,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
     if not jax.distributed.is_initialized():
         config = config.changed({"distributed.enabled": False})
     with _guest():
+        pinned_memory.prepare(config)
         startup.begin(config)
         config = elastic.fit(config, path).config
         config = with_placed_state(config, startup.lay_out(config).shape)

@@ -369,6 +369,13 @@ def residual_width(config: Config, mesh: Mapping[str, int]) -> int:
     return D // tensor if tensor > 1 and splits_residual(config.data.seq_len, mesh) else D
 
 
+def saved_token_share(config: Config, mesh: Mapping[str, int]) -> float:
+    """Returns the share of a device's tokens whose `BY_TOKEN` values are saved: that of `offload`, in whole tokens."""
+    is_shared = residual_width(config, mesh) < config.model.embed_dim
+    length = config.data.seq_len // num_parts("residual_seq" if is_shared else "seq", mesh)
+    return saved_tokens(config.offload.saved_share, length) / length
+
+
 def saved_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[dict[ActivationName, int], dict[ActivationName, int]]:
     """Returns the bytes that a layer's forward pass saves on a device for the backward pass, by name: of values that stay on
     the card, and of values that wait in host memory. The names are those of `offload.activations`."""
@@ -389,8 +396,7 @@ def saved_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[dict[Activatio
         "gate_up": 2 * F,
     }
     numbers |= {name: count for name, count in named.items() if name in (SAVED_BY_REMAT[model.remat] or ())}
-    length = config.data.seq_len // num_parts("residual_seq" if stream < model.embed_dim else "seq", mesh)
-    of_tokens = saved_tokens(config.offload.saved_share, length) / length
+    of_tokens = saved_token_share(config, mesh)
     share = {name: of_tokens if name in BY_TOKEN else 1.0 for name in numbers}
     sizes: dict[ActivationName, int] = {name: int(share[name] * tokens * wide * count) for name, count in numbers.items()}
     on_card, away = dict[ActivationName, int](), dict[ActivationName, int]()

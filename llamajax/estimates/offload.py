@@ -86,7 +86,7 @@ def best(costs: LayerCosts, limits: Limits) -> Placement | None:
         for names in itertools.combinations(costs.sizes, count)
         for fraction in _turning_points(costs, limits, names)
     )
-    fitting = [choice for choice in choices if _fits(choice, limits)]
+    fitting = [choice for choice in choices if fits(choice, limits)]
     return min(fitting, key=lambda choice: (choice.layers_s, choice.host_bytes), default=None)
 
 
@@ -129,6 +129,7 @@ def _turning_points(costs: LayerCosts, limits: Limits, names: tuple[ActivationNa
             yield fraction
 
 
-def _fits(choice: Placement, limits: Limits) -> bool:
+def fits(choice: Placement, limits: Limits) -> bool:
+    """Returns whether a choice is within the limits."""
     rounding = 1 + 1e-9
     return choice.card_bytes <= rounding * limits.card_bytes and choice.host_bytes <= rounding * limits.host_bytes

@@ -8,7 +8,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from llamajax.estimates.formulas import host_bytes
 from llamajax.estimates.gpu_memory_budget import Allowance, allowance, room
+from llamajax.estimates.host_memory import host_room
 from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer, StageArrays
@@ -41,6 +43,9 @@ class MemoryPlan:
     peak_bytes: int
     """All memory that XLA takes: arguments, results that replace none of them, the block of temporary arrays, workspace."""
     host_bytes: int
+    """Memory of the host for this device's data."""
+    host_room_bytes: float
+    """Memory of the host that is there for them; infinite where it is unknown."""
     capacity_bytes: int
     """Memory of the card."""
     allowance: Allowance
@@ -60,7 +65,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.budget_bytes
+        return self.peak_bytes <= self.budget_bytes and self.host_bytes <= self.host_room_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -99,6 +104,7 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
         temp_bytes=buffers.arena_bytes,
         peak_bytes=sum(by_kind.values()),
         host_bytes=buffers.host_bytes,
+        host_room_bytes=host_room(config),
         capacity_bytes=run.gpu.memory_bytes,
         allowance=allowance(run.mesh),
         training_fraction=run.memory_fraction,
@@ -120,7 +126,8 @@ def estimate(run: ResolvedRun) -> MemoryPlan:
         argument_bytes=state,
         temp_bytes=peak - state,
         peak_bytes=peak,
-        host_bytes=0,
+        host_bytes=host_bytes(run.config, run.mesh),
+        host_room_bytes=host_room(run.config),
         capacity_bytes=run.gpu.memory_bytes,
         allowance=allowance(run.mesh),
         training_fraction=run.memory_fraction,

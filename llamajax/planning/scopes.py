@@ -26,7 +26,7 @@ MemoryKind = Literal[
     "workspace",
 ]  # fmt: skip
 MEMORY_KINDS: dict[MemoryKind, str] = {
-    "parameters": "master weights",
+    "parameters": "master weights, and copies of those that are in host memory",
     "optimizer": "the optimizer's moments",
     "batch": "the batch and counters",
     "gradients": "gradients: the stored shards, and full ones that are not scattered yet",
@@ -56,6 +56,8 @@ WEIGHT = "gather_weight"
 """Scope around the conversion of a stored weight to the one that compute uses."""
 SCOPES = (*PLACES, *VALUES, WEIGHT)
 
+_WEIGHT_PATHS = "model.", "copies."
+"""Paths in the state of weights, and of copies of those in host memory."""
 _UNNAMED = "hidden states"
 """Name of a kept value that has no scope of its own."""
 _RESIDUAL = ("embed", "attention", "mlp", "final_norm")
@@ -101,7 +103,7 @@ class Namer:
     ):
         self._whole = stage.whole
         weights = {_argument_path(argument.op_name): argument for argument in reversed(arguments)}
-        weights = {path.removeprefix("model."): w for path, w in weights.items() if path.startswith("model.")}
+        weights = {path.partition(".")[2]: w for path, w in weights.items() if path.startswith(_WEIGHT_PATHS)}
         self._param_dtypes = {weight.dtype for weight in weights.values()}
         # A device's shard of a weight, all layers together; the first weight with a shape gives the shape its name.
         self._stored = {w.shape: name.replace(".", "/") for name, w in weights.items() if not is_frozen(name)}
@@ -117,7 +119,7 @@ class Namer:
         if buffer.opcode == "parameter":
             path = _argument_path(buffer.op_name)
             is_moment = path.startswith("opt_state") and buffer.shape  # its other arrays are counters
-            return "parameters" if path.startswith("model.") else "optimizer" if is_moment else "batch", path
+            return "parameters" if path.startswith(_WEIGHT_PATHS) else "optimizer" if is_moment else "batch", path
         phase, scopes = _phase(buffer.op_name), _scopes(buffer.op_name)
         is_gather, scopes = WEIGHT in scopes, [scope for scope in scopes if scope != WEIGHT] or ["step"]
         place = next((PLACES[scope] for scope in reversed(scopes) if scope in PLACES), "step")

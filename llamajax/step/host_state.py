@@ -161,7 +161,6 @@ def update(
         applied: bool []; where false, nothing changes.
     """
     names = [name for name, node in _named_weights(params).items() if node is not None]
-
     away = [name for name in names if is_away(_of(params, {name}), _of(opt_state, {name}))]
     stacked = [name for name in away if name.startswith("layers.")]
     one: Callable[..., tuple[Any, Any]] = functools.partial(_update, optimizer, scale=scale, applied=applied)
@@ -170,8 +169,8 @@ def update(
     new_params, new_state = one(*on_card)
     parts = [Updated(new_params, new_state, _of(copies, at_once))]
     for name in sorted(set(away) - set(stacked)):
-        own = moved(tuple(_of(tree, {name}) for tree in (params, opt_state)), DEVICE)
-        new = one(*own, _of(grads, {name}))
+        own: Any = moved(tuple(_of(tree, {name}) for tree in (params, opt_state)), DEVICE)
+        new = one(own[0], own[1], _of(grads, {name}))
         low = _of(copies, {name})
         new_params, new_state = _like((_of(params, {name}), _of(opt_state, {name})), new)
         parts.append(Updated(new_params, new_state, _cast_like(low, new[0])))

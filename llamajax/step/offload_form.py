@@ -1,12 +1,12 @@
 """Resolves `offload`, and says why."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from llamajax.config.model import SAVED_BY_REMAT
-from llamajax.config.offload import BY_TOKEN, NOT_PIPELINE, NOT_SCAN, ON_CARD, OffloadConfig
+from llamajax.config.offload import BY_TOKEN, NOT_PIPELINE, NOT_SCAN, ON_CARD, ActivationName, OffloadConfig
 from llamajax.config.run import Config
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
@@ -23,7 +23,7 @@ from llamajax.estimates.formulas import (
 )
 from llamajax.estimates.host_memory import host_room
 from llamajax.estimates.machine import Machine, planned_machine
-from llamajax.estimates.offload import LayerCosts, Limits, Placement, best, hidden_fraction, placed
+from llamajax.estimates.offload import LayerCosts, Limits, Placement, best, fits, hidden_fraction, placed
 from llamajax.kernels.choice import Site, choose
 from llamajax.units import format_bytes
 
@@ -38,8 +38,14 @@ class OffloadChoice(NamedTuple):
     """With names in `activations`."""
     reason: str
     """The reason in one line; empty where nothing may wait there."""
-    placement: Placement | None = None
-    """What the choice costs by formulas; None: nothing was to choose."""
+    candidates: tuple["Candidate", ...] = ()
+    """Choices that were compared; empty where settings or the machine leave none. Of saved values, for the chosen place of
+    the state: none in host memory, those that are saved whole, all of them for the share of tokens whose copies hide, and
+    all of them."""
+    chosen: "Candidate | None" = None
+    """The one that was chosen, with its costs by formulas."""
+    costs: LayerCosts | None = None
+    """Costs of a layer, by formulas."""
 
 
 def offload_form(
@@ -58,15 +64,11 @@ def offload_form(
         return OffloadChoice(asked, _as_told(asked))
     obstacle = "there is no GPU, or hardware.gpu does not name it" if budget is None else _obstacle(config, axes)
     if budget is None or obstacle is not None:
-        none = dataclasses.replace(
-            asked, activations=asked.names or "none", fraction=None, optimizer=asked.state_share or "none"
-        )  # fmt: skip
-        return OffloadChoice(none, f"nothing: {obstacle}")
+        return OffloadChoice(_with(asked, asked.names, None, asked.state_share), f"nothing: {obstacle}")
     costs, machine = layer_costs(config, axes), planned_machine(config)
     found: list[Candidate] = []
     for share in state_shares(config) if asked.optimizer == "auto" else [asked.state_share]:
-        tried = dataclasses.replace(asked, activations=(), fraction=None, optimizer=share)
-        run = dataclasses.replace(config, offload=tried)
+        run = dataclasses.replace(config, offload=_with(asked, (), None, share))
         bytes_of, state = needed(run), state_host_bytes(run, axes)
         limits = Limits(
             layers=config.model.num_layers,
@@ -80,13 +82,28 @@ def offload_form(
     steps = config.train.grad_accum_steps
     chosen = min(fitting, key=lambda own: (own.seconds(steps), own.state_bytes)) if fitting else found[-1]
     parted = bool(set(chosen.placement.names) & set(BY_TOKEN)) and chosen.placement.fraction < 1
-    offload = dataclasses.replace(
-        asked,
-        activations=chosen.placement.names or "none",
-        fraction=chosen.placement.fraction if parted else None,
-        optimizer=chosen.share or "none",
+    names, fraction = chosen.placement.names, chosen.placement.fraction if parted else None
+    offload = _with(asked, names, fraction, chosen.share)
+    candidates = tuple(_compared(costs, chosen)) if asked.activations == "auto" else (chosen,)
+    return OffloadChoice(offload, _reason(costs, chosen), candidates, chosen, costs)
+
+
+def _compared(costs: LayerCosts, chosen: "Candidate") -> Iterator["Candidate"]:
+    every = tuple(costs.sizes)
+    hidden = hidden_fraction(costs, chosen.limits, every)
+    choices = {((), 1.0), (tuple(name for name in every if name not in BY_TOKEN), 1.0), (every, hidden), (every, 1.0)}
+    choices.add((chosen.placement.names, chosen.placement.fraction))
+    for names, fraction in sorted(choices, key=lambda choice: (len(choice[0]), choice[1])):
+        placement = placed(costs, chosen.limits, names, fraction)
+        yield dataclasses.replace(chosen, placement=placement, fits=fits(placement, chosen.limits))
+
+
+def _with(asked: OffloadConfig, names: tuple[ActivationName, ...], fraction: float | None, share: float) -> OffloadConfig:
+    """Returns the section with chosen values, in a form that breaks no rule."""
+    dtype = asked.gradient_dtype if share else "float32"
+    return dataclasses.replace(
+        asked, activations=names or "none", fraction=fraction, optimizer=share or "none", gradient_dtype=dtype
     )
-    return OffloadChoice(offload, _reason(costs, chosen), chosen.placement)
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,7 @@ def _placement(costs: LayerCosts, limits: Limits, asked: OffloadConfig) -> tuple
         found = placed(costs, limits, every, told)
     else:
         found = placed(costs, limits, asked.names, asked.saved_share)
-    return found, found.card_bytes <= limits.card_bytes and found.host_bytes <= limits.host_bytes
+    return found, fits(found, limits)
 
 
 def _obstacle(config: Config, axes: Mapping[str, int]) -> str | None:

@@ -108,7 +108,8 @@ def with_placed_state(config: Config, mesh: Mapping[str, int]) -> Config:
     `model.remat` and other forms its steps have, so this comes before all other choices."""
     if config.offload.optimizer != "auto":
         return config
-    return config.changed({"offload.optimizer": resolve(config, mesh).config.offload.optimizer})
+    placed = resolve(config, mesh).config.offload
+    return config.changed({"offload.optimizer": placed.optimizer, "offload.gradient_dtype": placed.gradient_dtype})
 
 
 def resolve_planned(config: Config) -> ResolvedRun:

@@ -24,6 +24,7 @@ from llamajax.parallel.zero import whole_over_data
 from llamajax.planning.scheduling import check_told
 from llamajax.processes.exit import end_process, exit_code
 from llamajax.processes.peers import check_same_everywhere, everyones
+from llamajax.step import pinned_memory
 from llamajax.step.resolve import with_placed_state
 from llamajax.step.state import TrainState, abstract_state
 from llamajax.training import elastic
@@ -99,7 +100,10 @@ def look(asked: Config, run_dir: Path, watchdog: Watchdog) -> Outset:
     Raises:
         UserError: the configuration, machine or weights do not allow the run.
     """
+    pinned = pinned_memory.prepare(asked)
     startup.begin(asked)
+    if pinned is not None:
+        console.log(f"pinned     {pinned}")
     fitted = elastic.fit(asked, run_dir)
     config = fitted.config
     config = with_placed_state(config, startup.lay_out(config).shape)

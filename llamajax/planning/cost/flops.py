@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from llamajax.config.model import SAVED_BY_REMAT
+from llamajax.config.offload import BY_TOKEN
 from llamajax.config.parallel import num_parts
 from llamajax.estimates.formulas import (
     computed_model,
@@ -10,6 +11,7 @@ from llamajax.estimates.formulas import (
     keeps_two_residuals,
     layer_matrices,
     num_matmul_params,
+    saved_token_share,
 )
 from llamajax.estimates.pipeline import StageWork, share_of_head
 from llamajax.planning.cost.attention import computed_scores, planned_kernel
@@ -48,7 +50,10 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     saved = SAVED_BY_REMAT[model.remat]
     kept = {None, *(saved or ()), *(["residual"] if keeps_two_residuals(config, run.mesh) else [])}
     matrices = {} if saved is None else layer_matrices(model)
-    again = sum(size for matrix, size in matrices.items() if matrix.result not in kept)
+    lost = {name: 1 - saved_token_share(config, run.mesh) for name in BY_TOKEN}
+    again = sum(
+        size * (lost.get(matrix.result or "", 0.0) if matrix.result in kept else 1.0) for matrix, size in matrices.items()
+    )
     matmul_flops = 6 * num_matmul_params(model)
     again_forward = 2 if model.remat == "full" else 0
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four for the backward pass.

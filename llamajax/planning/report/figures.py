@@ -43,6 +43,12 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   `sync_collectives_in_loops`. `best_changes`: the changes, among all compiled programs, that fit and are fastest.
 - `by_remat`, where `model.remat` is `auto`: for each policy the share `recomputed` of the FLOPs, `peak_bytes`, `fits`,
   `step_time_s`, `mfu`, `elementwise_bytes`, `num_kernels`, scheduled with XLA's built-in estimates.
+- `host`, null where nothing waits in host memory: `bytes` of a device, `bytes_per_node`, `node_memory_bytes` (null if
+  unknown), `bandwidth` (bytes per second, each way) of a link and the `gpus_per_link` that share it, `copies` (bytes by
+  direction), `exposed_copy_s`; `choices`, those that `offload: auto` compared by formulas, each with the share of the
+  `state` and the `values` in host memory, the `fraction` of tokens whose values are saved, `card_bytes` and `host_bytes`,
+  seconds of a layer's copies each way (`copy_s`) and of a layer in both passes (`layers_s`), `fits` and `is_chosen`; and
+  what they share: `forward_s` of a layer, `card_room_bytes` for saved values and `host_room_bytes`.
 - `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (relative to this
   plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
 - `ramp`, null without `train.global_batch_ramp`: its `phases`, the `steps`, `tokens` and `days` until the batch is full, and
@@ -90,6 +96,7 @@ from llamajax.planning.cost.timeline import CollectiveUse, tick_loops
 from llamajax.planning.domains import speeds_of_domains
 from llamajax.planning.memory import estimate
 from llamajax.planning.plan import Alternative, Plan, Schedule
+from llamajax.planning.report.host_memory import host_figures
 from llamajax.planning.schedule_choice import FASTEST
 from llamajax.planning.search import Sweep
 from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve_planned
@@ -201,6 +208,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "best_changes": plan.best_changes,
             "by_remat": {remat: _of_remat(plan.config, remat, schedule) for remat, schedule in plan.by_remat.items()},
             "suggestions": suggested,
+            "host": host_figures(plan.config, chosen),
         }
         | money(config, own["tokens_per_sec_per_device"])
         | domain_figures(config, chosen)

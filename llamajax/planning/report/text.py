@@ -11,6 +11,7 @@ from llamajax.config.run import Config
 from llamajax.estimates.gpu_memory_budget import VARIABLE
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.plan import Plan, Schedule
+from llamajax.planning.report import host_memory
 from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.step import compile as compiler
 from llamajax.units import format_bytes, format_count, format_duration
@@ -37,6 +38,7 @@ def print_plan(plan: Plan, told: Figures) -> None:
     if told["by_remat"]:
         _print_remats(plan.config, told)
     _print_memory(plan.chosen)
+    _print_host(told)
     _print_time(told)
     _print_domains(plan.config, told)
     _print_collectives(told)
@@ -155,8 +157,6 @@ def _print_memory(schedule: Schedule) -> None:
     for kind, size in rows:
         if size:
             table.add_row(kind, f"{size / 2**30:.2f}", f"{size / capacity:.1%}", meanings.get(kind, ""))
-    if memory.host_bytes:
-        table.add_row("host", f"{memory.host_bytes / 2**30:.2f}", "", "in the host's memory")
     _print(table)
     tensors = _table("largest tensors at that moment", "GiB", "kind", "dtype", "shape", "of them", numbers=(1, 5))
     for t, count in memory.largest(_TENSORS):
@@ -168,6 +168,15 @@ def _print_memory(schedule: Schedule) -> None:
         log(f"set        {VARIABLE}={memory.memory_fraction:.3f} here and for training to make it fit")
     elif kept > memory.room:
         log(f"set        {VARIABLE}={memory.room:.3f} or less: memory besides XLA's arrays needs more than is left")
+
+
+def _print_host(told: Figures) -> None:
+    if (host := told["host"]) is None:
+        return
+    log(f"host       {host_memory.summary(host, told['step_time_s'], told['gpus_per_node'])}")
+    if host["choices"]:
+        _print(host_memory.table(host, _table))
+        log(f"fraction   {host_memory.closed_form(host)}")
 
 
 def _print_time(told: Figures) -> None:
