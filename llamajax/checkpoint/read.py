@@ -23,7 +23,7 @@ from llamajax.checkpoint.steps import good_step, steps_in
 from llamajax.disk import read_again
 from llamajax.errors import CheckpointError, show
 from llamajax.parallel.arrays import concretise, named_arrays
-from llamajax.parallel.host_memory import DEVICE, HOST, KIND, by_layer, moved
+from llamajax.parallel.host_memory import KIND, cast
 from llamajax.processes.peers import everyones, of_first
 
 State = TypeVar("State")
@@ -231,15 +231,7 @@ def _cast(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """Returns the array in another dtype, in the memory where it is."""
     if array.sharding.memory_kind != KIND:
         return array.astype(dtype)
-    if array.dtype == dtype:
-        return array
-
-    def cast(array: jax.Array) -> jax.Array:
-        if array.ndim < 3:
-            return moved(moved(array, DEVICE).astype(dtype), HOST)
-        return by_layer(lambda own: moved(own.astype(dtype), HOST), array)
-
-    return jax.jit(cast, donate_argnums=0)(array)
+    return array if array.dtype == dtype else jax.jit(cast, static_argnums=1, donate_argnums=0)(array, dtype)
 
 
 def _text(dtype: str, shape: Sequence[int]) -> str:

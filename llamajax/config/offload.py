@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from llamajax.config.model import SAVED_BY_REMAT, DType, ModelConfig, Remat
-from llamajax.config.parallel import MeshConfig, StackForm
+from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.rules import Bound, PositiveFloatOrUnset, Section, Share
 
 ActivationName = Literal["input", "residual", "attention", "qkv", "gate_up"]
@@ -48,6 +48,10 @@ class OffloadConfig(Section):
     `auto` for as few as the card needs, or a number, 1 for all matrices. The card then holds copies of such weights in
     `model.compute_dtype`. Each layer's part is brought to the card for its update and sent back, while its neighbours
     travel. An update of one matrix must not depend on others."""
+    parameters: Literal["none", "auto", "all"] = "none"
+    """Whether the copies that steps compute with, and the gradients, of the matrices of layers wait in host memory too, so
+    that the card holds those of two or three layers: `all`, which needs `optimizer: 1`, or `auto`, where nothing else fits.
+    Each micro-batch brings every layer twice and sends its gradients once, so it pays with many tokens per micro-batch."""
     gradient_dtype: DType = "float32"
     """Type of gradients between the backward pass and such an update. `bfloat16` halves their memory and rounds each once;
     it is the type in which they are computed. Several micro-batches are summed in `train.grad_accum_dtype` first."""
@@ -74,6 +78,8 @@ class OffloadConfig(Section):
             yield f"activations: {max(self.names, key=self.names.count)} is named twice; name it once"
         if self.fraction is not None and not set(self.names) & set(BY_TOKEN) and self.activations != "auto":
             yield f"fraction: has no effect unless activations names {' or '.join(BY_TOKEN)}; add one, or remove this"
+        if self.parameters == "all" and self.state_share < 1:
+            yield "parameters: all needs optimizer: 1, which moves their master weights first; set it, or auto for both"
         if self.gradient_dtype != "float32" and self.optimizer in ("none", 0.0):
             yield f"gradient_dtype: {self.gradient_dtype} has no effect without offload.optimizer; set it, or remove this"
 
@@ -97,10 +103,14 @@ def saved_by(remat: Remat, *, is_shared: bool) -> tuple[ActivationName, ...]:
     return "input", *(name for name in names if name in saved)
 
 
-def offload_problems(offload: OffloadConfig, model: ModelConfig, mesh: MeshConfig, stack: StackForm) -> Iterator[str]:
+def offload_problems(
+    offload: OffloadConfig, model: ModelConfig, mesh: MeshConfig, parallel: ParallelConfig
+) -> Iterator[str]:
     """Yields one `key: rule; remedy` line for each reason why what such a run names cannot wait in host memory."""
     if offload.state_share and mesh.pipeline != 1:
         yield "offload.optimizer: the stages of a pipeline keep their state on the card; set none, or mesh.pipeline: 1"
+    if offload.parameters == "all":
+        yield from _parameter_problems(model, parallel)
     if not offload.names:
         return
     saved = offload.names if model.remat == "auto" else saved_by(model.remat, is_shared=mesh.tensor != 1)
@@ -109,10 +119,23 @@ def offload_problems(offload: OffloadConfig, model: ModelConfig, mesh: MeshConfi
             f"offload.activations: model.remat={model.remat} does not save {', '.join(unsaved)}, only {', '.join(saved)};"
             " name these, or choose another policy"
         )
-    if stack == "scan":
+    if parallel.stack == "scan":
         yield f"parallel.stack: scan {NOT_SCAN}; choose prefetch, unrolled or auto"
     if mesh.pipeline != 1:
         yield f"offload.activations: {NOT_PIPELINE}; set none, or mesh.pipeline: 1"
+
+
+def _parameter_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yields one line for each setting that needs the copies of all layers on the card."""
+    told = "offload.parameters: all brings each layer's copies to the card alone"
+    if parallel.stack == "scan":
+        yield f"parallel.stack: scan {NOT_SCAN}; choose prefetch, unrolled or auto"
+    if parallel.zero < 3 or parallel.zero_data:
+        yield f"{told}, which needs parallel.zero: 3 and zero_data: 0; set these"
+    if parallel.grad_reduce == "step":
+        yield f"{told}, and cannot reduce gradients at the end of the step; set parallel.grad_reduce: micro or auto"
+    if model.float8_weights:
+        yield f"{told}, in model.compute_dtype; set model.matmul_dtype: compute_dtype"
 
 
 ON_CARD = OffloadConfig()

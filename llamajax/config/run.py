@@ -121,7 +121,7 @@ class Config(Settings):
         if decaying > train.num_steps:
             took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
             yield f"optimizer.warmup_steps: {took}; shorten warmup_steps or decay_steps, or train for more steps"
-        yield from offload_problems(self.offload, model, self.mesh, self.parallel.stack)
+        yield from offload_problems(self.offload, model, self.mesh, self.parallel)
         wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
         if self.distributed.enabled and self.watchdog.enabled and start_s <= wait_s:
             rule = f"must be above distributed.initialization_timeout_s={wait_s}, the time that processes have to join"

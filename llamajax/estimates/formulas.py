@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from llamajax.config.layer_weights import LAYER_WEIGHTS, MATRICES, LayerWeight
 from llamajax.config.model import SAVED_BY_REMAT, ModelConfig
@@ -204,12 +204,19 @@ def state_host_bytes(config: Config, mesh: Mapping[str, int]) -> int:
     return sum(_state_bytes(config, mesh, on_host=True))
 
 
-def host_copy_bytes(config: Config, mesh: Mapping[str, int]) -> int:
-    """Returns the bytes of a device's copies, in `model.compute_dtype`, of the weights that wait in host memory."""
+def copy_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the bytes of a device's copies, in `model.compute_dtype`, of the weights that wait in host memory: on the
+    card, and in host memory too."""
     names = {name for name, number in state_in_host_memory(config) if number == MASTER}
-    sizes = {name: size for name, size in weights(config.model).items() if name in names}
-    shards = _stored_shards(config.parallel, mesh)
-    return DTYPE_BYTES[config.model.compute_dtype] * _per_device(stored_by_stage(config.model, sizes, mesh), shards)
+    away = names if config.offload.parameters == "all" else set[str]()
+    shards, width = _stored_shards(config.parallel, mesh), DTYPE_BYTES[config.model.compute_dtype]
+
+    def num_bytes(of: Callable[[str], bool]) -> int:
+        sizes = {name: size for name, size in weights(config.model).items() if name in names and of(name)}
+        return width * _per_device(stored_by_stage(config.model, sizes, mesh), shards)
+
+    on_host = num_bytes(lambda name: name in away and is_layer_matrix(name))
+    return num_bytes(lambda name: True) - on_host, on_host
 
 
 def _state_bytes(config: Config, mesh: Mapping[str, int], *, on_host: bool = False) -> tuple[int, int]:
@@ -345,8 +352,11 @@ def expected_bytes(
     elif config.parallel.prefetches:
         collectives, loss = prefetched_bytes(model, mesh), loss + gathered_layer_bytes(model, mesh)
     parameters, moments = _state_bytes(config, mesh)
+    copies, away = copy_bytes(config, mesh)
+    if away:
+        waiting = max(0, waiting - away // wide)  # gradients of layers leave for host memory as they are made
     return {
-        "parameters": parameters + host_copy_bytes(config, mesh),
+        "parameters": parameters + copies,
         "optimizer": moments,
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
         "gradients": (stored + summed) * waiting + wide * held_back + summed * whole_trained,
@@ -407,7 +417,12 @@ def saved_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[dict[Activatio
 
 def host_bytes(config: Config, mesh: Mapping[str, int]) -> int:
     """Returns the bytes of host memory that one device's data take."""
-    return saved_host_bytes(config, mesh) + state_host_bytes(config, mesh)
+    # With the copies of layers, their gradients wait there, and the sums over micro-batches.
+    _, copies = copy_bytes(config, mesh)
+    wide, steps = DTYPE_BYTES[config.model.compute_dtype], config.train.grad_accum_steps
+    sums = DTYPE_BYTES[config.train.grad_accum_dtype] if steps > 1 else 0
+    gradients = copies * (wide + sums) // wide
+    return saved_host_bytes(config, mesh) + state_host_bytes(config, mesh) + copies + gradients
 
 
 def saved_host_bytes(config: Config, mesh: Mapping[str, int]) -> int:

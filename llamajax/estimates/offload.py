@@ -25,6 +25,8 @@ class LayerCosts:
     """Time to recompute each of the `BY_TOKEN` values for all tokens."""
     parting_s: float
     """Time, in each pass, to part the tokens whose values are saved from the others."""
+    weight_bytes: float = 0.0
+    """Bytes of the layer's weights that come from host memory in each pass, and of its gradients, which leave for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +66,9 @@ def placed(costs: LayerCosts, limits: Limits, names: tuple[ActivationName, ...],
     away, staying = whole + fraction * by_token, sum(costs.sizes.values()) - whole - by_token
     copy_s, parting_s = away / limits.bandwidth, costs.parting_s if by_token and 0 < fraction < 1 else 0.0
     again_s = (1 - fraction) * sum(costs.again_s[name] for name in names if name in BY_TOKEN)
-    forward_s = max(costs.forward_s + parting_s, copy_s)
-    backward_s = max(costs.backward_s + parting_s + again_s, copy_s)
+    weights_s = costs.weight_bytes / limits.bandwidth
+    forward_s = max(costs.forward_s + parting_s, copy_s, weights_s)
+    backward_s = max(costs.backward_s + parting_s + again_s, copy_s + weights_s)
     return Placement(
         names=names,
         fraction=fraction,
@@ -121,7 +124,8 @@ def _turning_points(costs: LayerCosts, limits: Limits, names: tuple[ActivationNa
     B = limits.bandwidth
     for fraction in (
         (B * parted_forward_s - whole) / by_token,
-        (B * (parted_backward_s + again_s) - whole) / (by_token + B * again_s),
+        (costs.weight_bytes - whole) / by_token,
+        (B * (parted_backward_s + again_s) - whole - costs.weight_bytes) / (by_token + B * again_s),
         (limits.host_bytes / max(1, limits.layers - limits.staying) - whole) / by_token,
         ((limits.card_bytes - staying) / min(2, limits.layers) - whole) / by_token,
     ):

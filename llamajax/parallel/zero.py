@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from llamajax.config.parallel import axes_of
+from llamajax.parallel import host_memory
 from llamajax.parallel.float8 import Factor, Float8, moved, rounded
 from llamajax.parallel.sharding import as_tuple, axes_in, spec
 from llamajax.parallel.stages import is_staged, merge, split
@@ -120,6 +121,7 @@ def _gather(tree: Tree, dtype: DTypeLike) -> Tree:
 
 
 def _laid_out(param: nnx.Param, dtype: DTypeLike, own: jax.Array) -> jax.Array:
+    own = host_memory.moved(own, host_memory.DEVICE)
     own = _arranged(param, own, own.dtype if isinstance(param[...], Float8) else dtype)
     stacked = _partitions(own)[: _num_stacked(param)]
     summed = token_axes() - axes_in(stacked)
@@ -258,9 +260,13 @@ scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_back)
 
 
 def no_gradient(x: jax.Array, zero: jax.Array) -> jax.Array:
-    """Returns zeros in the dtype of the scalar `zero`, with the sharding of the gradient of `x`."""
+    """Returns zeros in the dtype of the scalar `zero`, with the sharding of the gradient of `x`. For an `x` in host memory
+    these are there too, and may be any numbers."""
     lies = jax.typeof(x).sharding.spec
-    return jax.lax.broadcast(zero, x.shape, out_sharding=P(*lies.partitions, unreduced=lies.reduced))
+    lies = P(*lies.partitions, unreduced=lies.reduced)
+    if host_memory.is_on_host(x):
+        return host_memory.empty_like(x, lies)
+    return jax.lax.broadcast(zero, x.shape, out_sharding=lies)
 
 
 def token_axes() -> frozenset[str]:

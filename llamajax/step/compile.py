@@ -47,7 +47,7 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
     num_devices = math.prod(axes.values())
     if config.xla.deterministic:
         options[EXCLUDES_NONDETERMINISTIC] = True
-    is_copying = bool(config.offload.names)
+    is_copying = bool(config.offload.names) or config.offload.state_share > 0
     if num_devices > 1 or is_copying:
         # Off by default for A100 and for one GPU, where every collective or copy would then block the GPU.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True

@@ -37,6 +37,8 @@ def places(config: Config, names: Sequence[str]) -> list[bool]:
         kind, _, rest = name.partition(".")
         if kind == "model":
             return (rest, MASTER) in away
+        if kind == "copies":
+            return config.offload.parameters == "all" and rest.startswith("layers.")
         weight = next((weight for weight in weights if name.endswith(f".{weight}")), None)
         if kind != "opt_state" or weight is None:
             return False
@@ -46,8 +48,14 @@ def places(config: Config, names: Sequence[str]) -> list[bool]:
     return [waits(name) for name in names]
 
 
-def copies(model: Llama, dtype: DTypeLike) -> Llama | None:
-    """Returns the copies on the card of the weights in host memory, None for the others; None: there are none."""
+def copies(model: Llama, dtype: DTypeLike, *, on_host: bool) -> Llama | None:
+    """Returns the copies to compute with of the weights in host memory, None for the others; None: there are none.
+
+    Args:
+        model: the weights.
+        dtype: dtype of the copies.
+        on_host: whether the copies of layers wait in host memory too.
+    """
     nodes, tree = jax.tree.flatten(model, is_leaf=_is_weight)
     if not any(is_on_host(node[...]) for node in nodes):
         return None
@@ -57,7 +65,7 @@ def copies(model: Llama, dtype: DTypeLike) -> Llama | None:
             return None
         if node.ndim < 3:
             return with_value(node, moved(node[...], DEVICE).astype(dtype))
-        return with_value(node, by_layer(lambda own: own.astype(dtype), node[...]))
+        return with_value(node, by_layer(lambda own: moved(own.astype(dtype), HOST if on_host else DEVICE), node[...]))
 
     return jax.tree.unflatten(tree, map(copy, nodes))
 
@@ -169,7 +177,10 @@ def update(
     new_params, new_state = one(*on_card)
     parts = [Updated(new_params, new_state, _of(copies, at_once))]
     for name in sorted(set(away) - set(stacked)):
-        own: Any = moved(tuple(_of(tree, {name}) for tree in (params, opt_state)), DEVICE)
+        stored: Any = tuple(_of(tree, {name}) for tree in (params, opt_state))
+        if len(parts) > 1:  # one table after the other
+            stored, parts[-1] = jax.lax.optimization_barrier((stored, parts[-1]))
+        own = moved(stored, DEVICE)
         new = one(own[0], own[1], _of(grads, {name}))
         low = _of(copies, {name})
         new_params, new_state = _like((_of(params, {name}), _of(opt_state, {name})), new)
@@ -187,13 +198,13 @@ def _update_by_layer(one: Callable[..., Any], weights: list[Updated], grads: lis
     def step(index: jax.Array, carry: list[Updated]) -> list[Updated]:
         done, before = list(carry), None
         for place, old in enumerate(carry):
-            own: Any = _at((old.params, old.opt_state), index)
+            own: Any = _at((old.params, old.opt_state, grads[place]), index)
             if before is not None:  # otherwise all of them come at once
                 own, before = jax.lax.optimization_barrier((own, before))
             own = moved(own, DEVICE)
             if place >= _IN_FLIGHT:  # otherwise the first one leaves when all have come
                 own, done[place - _IN_FLIGHT] = jax.lax.optimization_barrier((own, done[place - _IN_FLIGHT]))
-            params, opt_state = one(*own, _at(grads[place], index))
+            params, opt_state = one(*own)
             before = jax.tree.leaves(params)
             done[place] = Updated(
                 *_with((old.params, old.opt_state), (params, opt_state), index), _with(old.copies, params, index)

@@ -3,15 +3,25 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from llamajax.config.model import SAVED_BY_REMAT
-from llamajax.config.offload import BY_TOKEN, NOT_PIPELINE, NOT_SCAN, ON_CARD, ActivationName, OffloadConfig
+from llamajax.config.offload import (
+    BY_TOKEN,
+    NOT_PIPELINE,
+    NOT_SCAN,
+    ON_CARD,
+    ActivationName,
+    OffloadConfig,
+    offload_problems,
+)
 from llamajax.config.run import Config
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     computed_model,
+    copy_bytes,
     flops_per_token,
+    host_bytes,
     keeps_two_residuals,
     layer_matrices,
     num_matmul_params,
@@ -44,8 +54,6 @@ class OffloadChoice(NamedTuple):
     all of them."""
     chosen: "Candidate | None" = None
     """The one that was chosen, with its costs by formulas."""
-    costs: LayerCosts | None = None
-    """Costs of a layer, by formulas."""
 
 
 def offload_form(
@@ -60,16 +68,19 @@ def offload_form(
         needed: returns the bytes on a device by purpose, for a run with a chosen `offload`.
     """
     asked = config.offload
-    if "auto" not in (asked.activations, asked.optimizer):
+    if "auto" not in (asked.activations, asked.optimizer, asked.parameters):
         return OffloadChoice(asked, _as_told(asked))
     obstacle = "there is no GPU, or hardware.gpu does not name it" if budget is None else _obstacle(config, axes)
     if budget is None or obstacle is not None:
-        return OffloadChoice(_with(asked, asked.names, None, asked.state_share), f"nothing: {obstacle}")
+        parameters = "all" if asked.parameters == "all" else "none"
+        return OffloadChoice(_with(asked, asked.names, None, asked.state_share, parameters), f"nothing: {obstacle}")
     costs, machine = layer_costs(config, axes), planned_machine(config)
     found: list[Candidate] = []
-    for share in state_shares(config) if asked.optimizer == "auto" else [asked.state_share]:
-        run = dataclasses.replace(config, offload=_with(asked, (), None, share))
-        bytes_of, state = needed(run), state_host_bytes(run, axes)
+    for share, parameters in _state_places(config):
+        run = dataclasses.replace(config, offload=_with(asked, (), None, share, parameters))
+        bytes_of, state = needed(run), host_bytes(run, axes)
+        layer_bytes = copy_bytes(run, axes)[1] / config.model.num_layers
+        own_costs = dataclasses.replace(costs, weight_bytes=layer_bytes)
         limits = Limits(
             layers=config.model.num_layers,
             staying=_LAST_LAYERS,
@@ -77,19 +88,21 @@ def offload_form(
             card_bytes=max(0.0, budget - sum(bytes_of.values()) + bytes_of["activations"]),
             host_bytes=max(0.0, host_room(config) - state),
         )
-        found.append(Candidate(share, state, state / machine.host_link, limits, *_placement(costs, limits, asked)))
+        update_s = (state_host_bytes(run, axes) + copy_bytes(run, axes)[1]) / machine.host_link
+        placement, fitting = _placement(own_costs, limits, asked)
+        found.append(Candidate(share, parameters, state, update_s, own_costs, limits, placement, fitting))
     fitting = [candidate for candidate in found if candidate.fits]
     steps = config.train.grad_accum_steps
     chosen = min(fitting, key=lambda own: (own.seconds(steps), own.state_bytes)) if fitting else found[-1]
     parted = bool(set(chosen.placement.names) & set(BY_TOKEN)) and chosen.placement.fraction < 1
     names, fraction = chosen.placement.names, chosen.placement.fraction if parted else None
-    offload = _with(asked, names, fraction, chosen.share)
-    candidates = tuple(_compared(costs, chosen)) if asked.activations == "auto" else (chosen,)
-    return OffloadChoice(offload, _reason(costs, chosen), candidates, chosen, costs)
+    offload = _with(asked, names, fraction, chosen.share, chosen.parameters)
+    candidates = tuple(_compared(chosen)) if asked.activations == "auto" else (chosen,)
+    return OffloadChoice(offload, _reason(chosen), candidates, chosen)
 
 
-def _compared(costs: LayerCosts, chosen: "Candidate") -> Iterator["Candidate"]:
-    every = tuple(costs.sizes)
+def _compared(chosen: "Candidate") -> Iterator["Candidate"]:
+    costs, every = chosen.costs, tuple(chosen.costs.sizes)
     hidden = hidden_fraction(costs, chosen.limits, every)
     choices = {((), 1.0), (tuple(name for name in every if name not in BY_TOKEN), 1.0), (every, hidden), (every, 1.0)}
     choices.add((chosen.placement.names, chosen.placement.fraction))
@@ -98,23 +111,54 @@ def _compared(costs: LayerCosts, chosen: "Candidate") -> Iterator["Candidate"]:
         yield dataclasses.replace(chosen, placement=placement, fits=fits(placement, chosen.limits))
 
 
-def _with(asked: OffloadConfig, names: tuple[ActivationName, ...], fraction: float | None, share: float) -> OffloadConfig:
+def _state_places(config: Config) -> list[tuple[float, Literal["none", "all"]]]:
+    """Returns the places of the state that `offload` allows: shares of it, each with or without the copies of layers."""
+    asked = config.offload
+    shares = state_shares(config) if asked.optimizer == "auto" else [asked.state_share]
+    if asked.parameters == "all":
+        return [(shares[-1], "all")]
+    beyond: list[tuple[float, Literal["none", "all"]]] = [(1.0, "all")] if asked.parameters == "auto" else []
+    possible = shares[-1] == 1.0 and not list(_parameter_obstacles(config))
+    return [*((share, "none") for share in shares), *(beyond if possible else [])]
+
+
+def _parameter_obstacles(config: Config) -> Iterator[str]:
+    asked = dataclasses.replace(config.offload, activations="none", fraction=None, optimizer=1.0, parameters="all")
+    yield from offload_problems(asked, config.model, config.mesh, config.parallel)
+
+
+def _with(
+    asked: OffloadConfig,
+    names: tuple[ActivationName, ...],
+    fraction: float | None,
+    share: float,
+    parameters: Literal["none", "all"],
+) -> OffloadConfig:
     """Returns the section with chosen values, in a form that breaks no rule."""
     dtype = asked.gradient_dtype if share else "float32"
     return dataclasses.replace(
-        asked, activations=names or "none", fraction=fraction, optimizer=share or "none", gradient_dtype=dtype
+        asked,
+        activations=names or "none",
+        fraction=fraction,
+        optimizer=share or "none",
+        parameters=parameters,
+        gradient_dtype=dtype,
     )
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A share of the state in host memory, with the best choice of saved values beside it."""
+    """A place of the state, with the best choice of saved values beside it."""
 
     share: float
+    """Share of weights and moments in host memory."""
+    parameters: Literal["none", "all"]
+    """Whether copies and gradients of layers are there too."""
     state_bytes: int
-    """Bytes of a device's weights and moments in host memory."""
+    """Bytes of all of these."""
     update_s: float
-    """Time to copy them, each way."""
+    """Time to copy what the update needs, each way."""
+    costs: LayerCosts
     limits: Limits
     placement: Placement
     fits: bool
@@ -148,15 +192,17 @@ def _as_told(offload: OffloadConfig) -> str:
     """Returns what settings name, in one line; empty if they name nothing."""
     parts = [_told(", ".join(offload.names), offload.saved_share)] if offload.names else []
     parts += [f"{offload.state_share:.0%} of weights and moments"] if offload.state_share else []
+    parts += ["copies and gradients of layers"] if offload.parameters == "all" else []
     return f"{' and '.join(parts)}: offload says so" if parts else ""
 
 
-def _reason(costs: LayerCosts, chosen: Candidate) -> str:
-    found, limits = chosen.placement, chosen.limits
+def _reason(chosen: Candidate) -> str:
+    found, limits, costs = chosen.placement, chosen.limits, chosen.costs
     parts = []
     if chosen.share:
+        beside = ", and copies and gradients of layers" if chosen.parameters == "all" else ""
         parts.append(
-            f"{chosen.share:.0%} of weights and moments, {format_bytes(chosen.state_bytes)} per GPU, copied in"
+            f"{chosen.share:.0%} of weights and moments{beside}, {format_bytes(chosen.state_bytes)} per GPU, copied in"
             f" {chosen.update_s:.3g} s per step each way"
         )
     if found.names:
@@ -216,8 +262,10 @@ def step_seconds(config: Config, axes: Mapping[str, int]) -> float:
     limits = Limits(
         layers=config.model.num_layers, staying=_LAST_LAYERS, bandwidth=bandwidth, card_bytes=0.0, host_bytes=0.0
     )  # fmt: skip
-    layers_s = placed(layer_costs(config, axes), limits, offload.names, offload.saved_share).layers_s
-    return config.train.grad_accum_steps * layers_s + state_host_bytes(config, axes) / bandwidth
+    copies = copy_bytes(config, axes)[1]
+    costs = dataclasses.replace(layer_costs(config, axes), weight_bytes=copies / config.model.num_layers)
+    layers_s = placed(costs, limits, offload.names, offload.saved_share).layers_s
+    return config.train.grad_accum_steps * layers_s + (state_host_bytes(config, axes) + copies) / bandwidth
 
 
 def _attention_seconds(config: Config, axes: Mapping[str, int], machine: Machine) -> tuple[float, float]:

@@ -38,8 +38,9 @@ def prepare(config: Config) -> str | None:
     needed = host_bytes(run.config, run.mesh) * hardware.gpus_per_node
     if needed > SHARE * total:
         raise EnvironmentMismatchError(
-            f"offload: {format_bytes(needed)} of host memory for {hardware.gpus_per_node} GPUs are more than {SHARE:.0%} of this"
-            f" machine's {format_bytes(total)}; set offload.tiers.host_bytes with auto, name fewer values, or use more nodes"
+            f"offload: {format_bytes(needed)} of host memory for {hardware.gpus_per_node} GPUs are more than {SHARE:.0%} of"
+            f" this machine's {format_bytes(total)}; set offload.tiers.host_bytes with auto, name fewer values, or use more"
+            " nodes"
         )
     if _FRAGMENTS * needed > _DEFAULT_BYTES:
         os.environ.setdefault(VARIABLE, str(math.ceil(min(_FRAGMENTS * needed, SHARE * total) / (1 << 30))))

@@ -13,6 +13,7 @@ from llamajax.errors import ConfigError
 from llamajax.estimates.communication import sequence_numbers
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
+    copy_bytes,
     expected_bytes,
     gathered_layer_bytes,
     host_bytes,
@@ -104,12 +105,14 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
 
 
 def with_placed_state(config: Config, mesh: Mapping[str, int]) -> Config:
-    """Returns the run with `offload.optimizer: auto` resolved. The state of a run has one place, whichever policy of
-    `model.remat` and other forms its steps have, so this comes before all other choices."""
-    if config.offload.optimizer != "auto":
+    """Returns the run with `offload.optimizer` and `offload.parameters` resolved. The state of a run has one place, whatever
+    policy of `model.remat` and other forms its steps have, so this comes before all other choices."""
+    if "auto" not in (config.offload.optimizer, config.offload.parameters):
         return config
     placed = resolve(config, mesh).config.offload
-    return config.changed({"offload.optimizer": placed.optimizer, "offload.gradient_dtype": placed.gradient_dtype})
+    return config.changed(
+        {f"offload.{name}": getattr(placed, name) for name in ("optimizer", "parameters", "gradient_dtype")}
+    )
 
 
 def resolve_planned(config: Config) -> ResolvedRun:
@@ -150,7 +153,7 @@ def remat_policy(config: Config, axes: Mapping[str, int], budget: float | None) 
         return asked, "model.remat says so"
     if budget is None:
         return "full", "there is no GPU, or hardware.gpu does not name it, so its memory is unknown"
-    if config.offload.activations != "none" or config.offload.optimizer == "auto":
+    if config.offload.activations != "none" or "auto" in (config.offload.optimizer, config.offload.parameters):
         return _fastest_with_offload(config, axes, budget), "is the fastest that should fit, with values in host memory"
     for remat in REMATS:
         tried = _with_remat(config, remat)
@@ -212,20 +215,20 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
         return "unrolled", "each stage writes out the layers of a chunk, with its weights whole"
     if config.parallel.stack != "auto":
         return config.parallel.stack, "parallel.stack says so"
-    if config.offload.names and config.mesh.num_cpu_devices is not None:
-        return "prefetch", "saved values wait in host memory and return one layer ahead"
+    away = _away(config, axes)
+    if away is not None and config.mesh.num_cpu_devices is not None:
+        return "prefetch", f"{away} wait in host memory and return one layer ahead"
     if (given := config.given_form("stack")) is not None:
         return given
     shards, is_alone = num_parts("embed", axes), num_parts("micro_batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
     form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
-    if is_alone and config.offload.names:
+    if is_alone and away is not None:
         form = "prefetch"  # written out, XLA keeps the gradients of many layers before it stacks them
     elif is_alone and form == "prefetch":
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are too many without a loop"
-    if config.offload.names:
-        away = format_bytes(saved_host_bytes(config, axes))
-        return form, f"{away} of saved values wait in host memory and return one layer ahead"
+    if away is not None:
+        return form, f"{away} wait in host memory and return one layer ahead"
     if not _fits(_in_forms(config, stack=form), axes, budget):
         return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights might not fit"
     if is_alone:
@@ -235,6 +238,16 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
         return form, f"{reduced} of gradients are reduced while the layer below computes"
     gathered = format_bytes(gathered_layer_bytes(config.model, axes))
     return form, f"{gathered} of weights come from {shards} devices while the previous layer computes"
+
+
+def _away(config: Config, axes: Mapping[str, int]) -> str | None:
+    """Returns the data of layers that wait in host memory for the layers' turn, in a few words; None: there are none."""
+    parts = []
+    if config.offload.names:
+        parts.append(f"{format_bytes(saved_host_bytes(config, axes))} of saved values")
+    if config.offload.parameters == "all":
+        parts.append(f"{format_bytes(copy_bytes(config, axes)[1])} of weights")
+    return " and ".join(parts) or None
 
 
 def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm, str]:
@@ -317,6 +330,8 @@ def reduction_form(config: Config, axes: Mapping[str, int], budget: float | None
         return "micro", "there is nothing to reduce"
     if micro_batches == 1:
         return "micro", "there is only one micro-batch"
+    if config.offload.parameters == "all":
+        return "micro", "gradients of layers leave for host memory in each micro-batch"
     late = _in_forms(config, grad_reduce="step")
     width = DTYPE_BYTES[config.model.compute_dtype]
     ends = 2 * width * params_gathered_once(late, axes) * (shards - 1) // shards

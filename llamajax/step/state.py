@@ -39,7 +39,7 @@ class TrainState:
     skipped_in_a_row: jax.Array
     """Number of steps with non-finite gradients since the last step with finite ones, int32."""
     copies: Llama | None = None
-    """Copies on the card of the master weights that are in host memory, in `compute_dtype`; None for other weights. They
+    """Copies to compute with of the master weights that are in host memory, in `compute_dtype`; None for other weights. They
     follow from the master weights, so checkpoints leave them out."""
 
     @property
@@ -55,7 +55,7 @@ class TrainState:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def with_copies(config: Config, state: TrainState) -> TrainState:
     """Returns the state from a checkpoint with the copies that the run's steps need; the given one is used up."""
-    return dataclasses.replace(state, copies=host_state.copies(state.model, config.model.compute_dtype))
+    return dataclasses.replace(state, copies=_copies(config, state.model))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -78,7 +78,11 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
     state = TrainState(
         step=zero, model=weights, opt_state=opt_state, rng=rng, skipped_steps=zero, skipped_in_a_row=zero
     )  # fmt: skip
-    return dataclasses.replace(state, copies=host_state.copies(weights, config.model.compute_dtype))
+    return dataclasses.replace(state, copies=_copies(config, weights))
+
+
+def _copies(config: Config, model: Llama) -> Llama | None:
+    return host_state.copies(model, config.model.compute_dtype, on_host=config.offload.parameters == "all")
 
 
 def _split_further(config: Config, model: Llama) -> Llama:

@@ -13,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from llamajax.config.run import Config
 from llamajax.model import Llama
+from llamajax.parallel.host_memory import added, cast, is_on_host, total
 from llamajax.parallel.stages import num_stages
 from llamajax.parallel.zero import PreparedWeights, no_gradient, whole_over_data
 from llamajax.step import host_state, pipeline
@@ -39,9 +40,9 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
         dtype of the parameters, in their shardings, with None for frozen weights. Where moments are in host memory, their
         dtype is `offload.gradient_dtype`.
     """
-    means, total = summed_gradients(run, model, batch)
+    means, sums = summed_gradients(run, model, batch)
     tokens = jnp.maximum(means["tokens"], 1)
-    return means, jax.tree.map(lambda grad: grad / tokens, total)
+    return means, jax.tree.map(lambda grad: grad / tokens, sums)
 
 
 def summed_gradients(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[str, jax.Array], Llama]:
@@ -53,10 +54,10 @@ def summed_gradients(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict
     if num_stages() > 1:
         forms = {"parallel": config.parallel, "remat": config.model.remat, "z_loss_weight": config.train.z_loss_weight}
         forms["counts"] = config.mesh.stages
-        total = pipeline.accumulate(combine(own, fixed), own_copies, batch, prepared.zeros, **forms)
+        sums = pipeline.accumulate(combine(own, fixed), own_copies, batch, prepared.zeros, **forms)
     else:
-        total = _accumulate(config, own, fixed, own_copies, batch, prepared.zeros)
-    return end(prepared, *total)
+        sums = _accumulate(config, own, fixed, own_copies, batch, prepared.zeros)
+    return end(prepared, *sums)
 
 
 class Prepared(NamedTuple):
@@ -83,7 +84,10 @@ def begin(config: Config, model: Llama) -> Prepared:
     own_copies = copies(config, combine(own, fixed))
     # Of float32 weights, so that gradients are not rounded where they need not travel.
     width = config.offload.gradient_dtype if config.offload.state_share else "float32"
-    wide, pull_back = jax.vjp(functools.partial(prepare, config), jax.tree.map(lambda weight: weight.astype(width), trained))
+    wide, pull_back = jax.vjp(
+        functools.partial(prepare, config),
+        jax.tree.map(lambda weight: weight if is_on_host(weight) else weight.astype(width), trained),
+    )
     zero = jnp.zeros((), config.train.grad_accum_dtype if config.train.grad_accum_steps > 1 else width)
     none = _no_losses(), _no_auxiliary(model)
     zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
@@ -93,7 +97,7 @@ def begin(config: Config, model: Llama) -> Prepared:
 def end(prepared: Prepared, grads: Llama, summed: pipeline.Sums) -> tuple[dict[str, jax.Array], Llama]:
     """Returns the results of `summed_gradients` from the summed gradients of the prepared weights and the summed losses."""
     sums, auxiliary = summed
-    (grads,) = prepared.pull_back(jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, prepared.wide))
+    (grads,) = prepared.pull_back(jax.tree.map(lambda grad, weight: cast(grad, weight.dtype), grads, prepared.wide))
     grads = jax.tree.map(_laid_out_as_stored, grads)
     # NaN where there is nothing to take the mean of.
     means = {name: total / sums.num_tokens for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
@@ -116,10 +120,17 @@ def _accumulate(
         if config.train.grad_accum_steps > 1:
             # Where XLA unrolls the loop, the next micro-batch would start before this one ends.
             sums, micro_batch = lax.optimization_barrier((sums, micro_batch))
-        added = jax.grad(micro_loss, has_aux=True)(own, micro_batch)
-        return jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, added), None
+        own_sums = jax.grad(micro_loss, has_aux=True)(own, micro_batch)
+        return jax.tree.map(added, sums, own_sums), None
 
-    return lax.scan(micro_step, zeros, batch)[0]
+    if not any(map(is_on_host, jax.tree.leaves(own))):
+        return lax.scan(micro_step, zeros, batch)[0]
+    # There are no zeros in host memory to start from.
+    first = jax.grad(micro_loss, has_aux=True)(own, jax.tree.map(lambda x: x[0], batch))
+    if config.train.grad_accum_steps == 1:
+        return first
+    grads = jax.tree.map(lambda x: cast(x, jnp.dtype(config.train.grad_accum_dtype)), first[0])
+    return lax.scan(micro_step, (grads, first[1]), jax.tree.map(lambda x: x[1:], batch))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -135,9 +146,9 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
         state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
     else:
         # Not divided here: rounded gradients would be rounded again.
-        metrics, total = summed_gradients(run, state.weights, batch)
+        metrics, sums = summed_gradients(run, state.weights, batch)
         count = jnp.maximum(metrics["tokens"], 1)
-        state, update_metrics = apply_gradients(run.config, state, total, metrics["tokens"], divisor=count)
+        state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], divisor=count)
     return state, metrics | update_metrics
 
 
@@ -149,7 +160,8 @@ def apply_gradients(
     tokens, are counted and leave weights and optimizer state unchanged."""
     trained, frozen = partition(config.train, state.model)
     chex.assert_trees_all_equal_shapes(grads, trained)
-    grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads)) / divisor
+    squares = [total(lambda own, _: jnp.sum(jnp.square(own.astype(jnp.float32))), g) for g in jax.tree.leaves(grads)]
+    grad_norm = jnp.sqrt(sum(squares)) / divisor
     finite = jnp.isfinite(grad_norm)
     applied = finite & (tokens > 0)
     scale = jnp.ones(())
@@ -227,6 +239,8 @@ def one_behind(results: Iterable[Result]) -> Iterator[Result]:
 def _laid_out_as_stored(grad: jax.Array) -> jax.Array:
     """Returns the gradient in row-major layout: otherwise XLA would update in the layout of a scattered gradient and copy
     all updated arrays."""
+    if is_on_host(grad):
+        return grad
     lies, rows = jax.typeof(grad).sharding.spec, Layout(tuple(range(grad.ndim)))
     return jax.shard_map(lambda own: with_layout_constraint(own, rows), in_specs=lies, out_specs=lies, check_vma=False)(grad)
 

@@ -22,6 +22,7 @@ def random_case(rng):
         sizes=sizes,
         again_s={name: rng.uniform(0, 1) for name in names if name in BY_TOKEN},
         parting_s=rng.choice([0.0, rng.uniform(0, 0.1)]),
+        weight_bytes=rng.choice([0.0, rng.uniform(0, 4)]),
     )
     layers = int(rng.integers(1, 12))
     need = layers * sum(sizes.values())

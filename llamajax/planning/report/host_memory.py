@@ -54,7 +54,7 @@ def host_figures(config: Config, schedule: Schedule) -> dict[str, Any] | None:
             }
             for own in choice.candidates
         ],
-        "forward_s": None if choice.costs is None else choice.costs.forward_s,
+        "forward_s": None if choice.chosen is None else choice.chosen.costs.forward_s,
         "card_room_bytes": None if choice.chosen is None else int(choice.chosen.limits.card_bytes),
         "host_room_bytes": None if math.isinf(memory.host_room_bytes) else int(memory.host_room_bytes),
     }
@@ -96,6 +96,6 @@ def closed_form(told: Mapping[str, Any]) -> str:
     of_host = "" if room is None else f", with {format_bytes(room)} of host memory per GPU"
     return (
         "the share of tokens that hides is min(B T - W, M / (n - s) - W) / V (MEMO, arXiv:2407.12117), with B ="
-        f" {told['bandwidth'] / 1e9:.3g} GB/s, T = {1e3 * told['forward_s']:.3g} ms, the forward pass of a layer{of_host}; W and"
-        " V: bytes of values saved whole, and by tokens"
+        f" {told['bandwidth'] / 1e9:.3g} GB/s, T = {1e3 * told['forward_s']:.3g} ms, the forward pass of a layer{of_host};"
+        " W and V are the bytes of values that are saved whole, and of those saved by tokens"
     )
