@@ -155,9 +155,11 @@ def state_bytes(config: Config) -> int:
 
 
 def minimum_state_bytes(config: Config) -> int:
-    """Returns the bytes of weights and moments per device when every matrix is split over all devices that may split it, as
-    in all stages of ZeRO between steps; norms and biases, a thousandth of the rest, are whole on every device of a stage."""
-    return sum(_state_bytes(config, mesh_sizes(config)))
+    """Returns the bytes of weights and moments on a device, with copies of weights that wait in host memory, when every
+    matrix is split over all devices that may split it, as in all stages of ZeRO between steps; norms and biases, a
+    thousandth of the rest, are whole on every device of a stage."""
+    mesh = mesh_sizes(config)
+    return sum(_state_bytes(config, mesh)) + copy_bytes(config, mesh)[0]
 
 
 MASTER = -1

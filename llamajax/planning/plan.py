@@ -163,7 +163,10 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
     pipeline's stage run in one way."""
     latency_profile, run = plan.config.xla.latency_profile, plan.guessed.step.run
     other = "prefetch" if run.config.parallel.stack != "prefetch" else "scan"
-    ways: list[dict[str, Any]] = [{}] if run.mesh["pipeline"] > 1 else [{}, {"parallel.stack": other}]
+    offload = run.config.offload
+    # What waits in host memory returns in time only to a stack that prefetches.
+    is_only = other == "scan" and (offload.names or offload.parameters == "all")
+    ways: list[dict[str, Any]] = [{}] if run.mesh["pipeline"] > 1 or is_only else [{}, {"parallel.stack": other}]
     for changes in ways:
         guessing, informing = changes | {"xla.latency_profile": None}, changes | {"xla.latency_profile": "auto"}
         guessed = plan.guessed

@@ -228,6 +228,7 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
     elif is_alone and form == "prefetch":
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are too many without a loop"
     if away is not None:
+        away = _away(_in_forms(config, stack=form), axes)
         return form, f"{away} wait in host memory and return one layer ahead"
     if not _fits(_in_forms(config, stack=form), axes, budget):
         return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights might not fit"

@@ -105,7 +105,8 @@ def everything(monkeypatch) -> Config:
         seed=4_294_967_295,
         mesh=MeshConfig(pipeline=2, data=2, fsdp=1, sequence=2, tensor=-1, stages=(9, 8), num_cpu_devices=4),
         offload=OffloadConfig(
-            activations="auto", fraction=0.5, optimizer="auto", gradient_dtype="bfloat16", tiers=TiersConfig(host_bytes=1e12),
+            activations="auto", fraction=0.5, optimizer="auto", parameters="auto", gradient_dtype="bfloat16",
+            tiers=TiersConfig(host_bytes=1e12),
         ),
         parallel=ParallelConfig(
             stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring",

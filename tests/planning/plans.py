@@ -63,6 +63,7 @@ def memory(peak_bytes: int = 60 * GIB) -> MemoryPlan:
         temp_bytes=peak_bytes - 30 * GIB,
         peak_bytes=peak_bytes,
         host_bytes=0,
+        host_room_bytes=1e12,
         capacity_bytes=84_942_979_072,
         allowance=Allowance(num_communicators=7),
         training_fraction=0.92,
