@@ -300,7 +300,7 @@ def _index(number: Any, place: int, period: int) -> Any:
     return number if period == 1 else number * period + place
 
 
-def _isparted(stack: Stack, shared: tuple[Any, ...]) -> bool:
+def _is_parted(stack: Stack, shared: tuple[Any, ...]) -> bool:
     """Returns whether layers are written out one after the other, with barriers between them."""
     return stack.unrolled or len(shared) > 1
 
@@ -312,7 +312,7 @@ def _run(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -
 
 def _forward(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: Any) -> tuple[Any, Any]:
     (stored, _), (_, first) = prepared.trained, prepared.used
-    period, is_parted, last = len(shared), _isparted(stack, shared), _last(stored)
+    period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
 
     def step(place: int, index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         if is_parted:
@@ -355,7 +355,7 @@ def _forward(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: An
 def _backward(stack: Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
     prepared, shared, stacks, kept, weights, kept_last = residuals
     stored, first = prepared.trained
-    period, is_parted, last = len(shared), _isparted(stack, shared), _last(stored)
+    period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
     grads = jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
 
     looped = last - len(kept)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.model import Remat
+from llamajax.config.model import REMATS, Remat
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import mesh_sizes
@@ -62,6 +62,8 @@ class Plan:
     """Other settings that were tried, without XLA's built-in estimates where latencies are requested."""
     by_remat: dict[Remat, Schedule] = dataclasses.field(default_factory=dict)
     """The step with each `model.remat`, scheduled with XLA's built-in estimates; empty unless the setting was `auto`."""
+    by_remat_on_card: dict[Remat, Schedule] = dataclasses.field(default_factory=dict)
+    """The same with all saved values on the card, for each policy with which some wait in host memory."""
     suggestions: tuple[Suggestion, ...] = ()
     """Changes to make when `chosen` does not fit the card."""
 
@@ -104,16 +106,23 @@ def make_plan(
     check_told(config)
     config = with_placed_state(config, mesh_sizes(config))
     by_remat: dict[Remat, Schedule] = {}
+    on_card: dict[Remat, Schedule] = {}
 
     def compiled(run: ResolvedRun) -> Preference:
         schedule = by_remat[run.config.model.remat] = replayed(compile_for(run), config)
         return _preference(schedule)
 
     if config.model.remat == "auto":
-        config = config.changed({"model.remat": fastest_remat(config, mesh_sizes(config), compiled, doing)})
+        fastest = fastest_remat(config, mesh_sizes(config), compiled, doing)
+        for remat in [own for own in REMATS if by_remat[own].step.run.config.offload.names]:
+            doing(f"compiling the step with model.remat: {remat} and offload.activations: none")
+            kept = {"model.remat": remat, "offload.activations": "none", "offload.fraction": None}
+            on_card[remat] = planned(config.changed(kept))
+        config = config.changed({"model.remat": fastest})
     doing("compiling the step")
     guessed = by_remat.get(config.model.remat) or planned(config)
     plan = Plan(config=config, guessed=guessed, informed=by_latencies(guessed, config), by_remat=by_remat)
+    plan = dataclasses.replace(plan, by_remat_on_card=on_card)
     if alternatives:
         doing("compiling the step with other settings")
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(plan)))

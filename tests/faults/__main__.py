@@ -22,7 +22,7 @@ def main() -> int:
     about = sum(count * group.seconds for group, count in counts.items())
     tell(f"{sum(map(bool, counts.values()))} groups, about {about / 60:.0f} min on two quiet cores")
     done: list[Result] = []
-    with Scene(told.slowness) as where:
+    with Scene(told.slowness, offload=told.offload) as where:
         _end_with(where)
         for group, count in counts.items():
             if count:
@@ -75,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first try; a failure names its own")
     parser.add_argument("--jobs", type=int, default=1, help="tries at once")
     parser.add_argument("--slowness", type=float, default=1, help="multiplies every limit of time, for busy machines")
+    parser.add_argument("--offload", action="store_true", help="keep the runs' state and saved values in host memory")
     parser.add_argument("--json", type=pathlib.Path, help="file for all results")
     parser.add_argument("--write", action="store_true", help=f"put the results into {report.DOCUMENT.name}")
     told = parser.parse_args()

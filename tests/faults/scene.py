@@ -28,11 +28,12 @@ CHILD = "tests.faults.child"
 class Scene:
     """A temporary directory for everything, removed at the end."""
 
-    def __init__(self, slowness: float = 1.0) -> None:
+    def __init__(self, slowness: float = 1.0, *, offload: bool = False) -> None:
         """Makes the data and the configuration.
 
         Args:
             slowness: of this machine, beside two quiet cores: all limits of time are multiplied by it, and results say so.
+            offload: whether weights, moments and saved values wait in host memory.
         """
         self.slowness = slowness
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix="llamajax-faults-"))
@@ -42,6 +43,8 @@ class Scene:
         settings["model"]["num_layers"] = 1
         settings["train"]["grad_accum_steps"] = 1
         settings["checkpoint"] = {"save_every": SAVE_EVERY, "keep_last": 2}
+        if offload:
+            settings["offload"] = {"activations": ["input"], "optimizer": 1.0, "parameters": "all"}
         self.config.write_text(json.dumps(settings))
         self._golden: dict[tuple[Any, ...], End] = {}
         self._making_golden = threading.Lock()

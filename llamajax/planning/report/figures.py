@@ -41,8 +41,9 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   latencies, or null.
 - `alternatives`, with other settings: `changes`, `peak_bytes`, `fits`, `step_time_s`, `exposed_comm_s`, `exposed_fraction`,
   `sync_collectives_in_loops`. `best_changes`: the changes, among all compiled programs, that fit and are fastest.
-- `by_remat`, where `model.remat` is `auto`: for each policy the share `recomputed` of the FLOPs, `peak_bytes`, `fits`,
-  `step_time_s`, `mfu`, `elementwise_bytes`, `num_kernels`, scheduled with XLA's built-in estimates.
+- `by_remat`, where `model.remat` is `auto`: for each policy the share `recomputed` of the FLOPs, `peak_bytes`, `host_bytes`,
+  `fits`, `step_time_s`, `mfu`, `elementwise_bytes`, `num_kernels`, scheduled with XLA's built-in estimates.
+  `by_remat_on_card`: the same with all saved values on the card, for the policies with some in host memory.
 - `host`, null where nothing waits in host memory: `bytes` of a device, `bytes_per_node`, `node_memory_bytes` (null if
   unknown), `bandwidth` (bytes per second, each way) of a link and the `gpus_per_link` that share it, `copies` (bytes by
   direction), `exposed_copy_s`; `choices`, those that `offload: auto` compared by formulas, each with the share of the
@@ -104,7 +105,7 @@ from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls,
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
 _PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
-_OF_REMAT = ("peak_bytes", "fits", "step_time_s", "mfu", "elementwise_bytes", "num_kernels")
+_OF_REMAT = ("peak_bytes", "host_bytes", "fits", "step_time_s", "mfu", "elementwise_bytes", "num_kernels")
 _ALTERNATIVE = ("peak_bytes", "fits", "step_time_s", "exposed_comm_s", "exposed_fraction", "sync_collectives_in_loops")
 
 
@@ -169,6 +170,7 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
     own = schedule_figures(config, chosen)
     others = [alternative.schedule for alternative in plan.alternatives]
     unlike = [schedule for schedule in plan.by_remat.values() if schedule is not plan.guessed]
+    unlike += plan.by_remat_on_card.values()
     tries = [schedule for schedule in (plan.guessed, plan.informed, *others, *unlike) if schedule is not None]
     own_s = own["step_time_s"]
     devices = config.hardware.num_devices
@@ -207,6 +209,9 @@ def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) 
             "alternatives": [_alternative(config, alternative) for alternative in plan.alternatives],
             "best_changes": plan.best_changes,
             "by_remat": {remat: _of_remat(plan.config, remat, schedule) for remat, schedule in plan.by_remat.items()},
+            "by_remat_on_card": {
+                remat: _of_remat(plan.config, remat, schedule) for remat, schedule in plan.by_remat_on_card.items()
+            },
             "suggestions": suggested,
             "host": host_figures(plan.config, chosen),
         }

@@ -133,17 +133,20 @@ def _print_calibration(told: Figures) -> None:
 
 def _print_remats(config: Config, told: Figures) -> None:
     """Prints memory against recomputation, as a curve on its side."""
-    names = ("GiB", "computed again", "step", "MFU", "", "")
-    table = _table("what the backward pass keeps", *names, numbers=(1, 2, 3, 4))
-    capacity = told["capacity_bytes"]
+    names = ("GiB", "on the host", "computed again", "step", "MFU", "", "")
+    table = _table("what the backward pass keeps", *names, numbers=(1, 2, 3, 4, 5))
+    capacity, on_card = told["capacity_bytes"], told["by_remat_on_card"]
     for remat, own in told["by_remat"].items():
-        share = min(own["peak_bytes"] / capacity, 1.0)
-        bar = "#" * round(_CURVE_WIDTH * share)
-        verdict = "chosen" if remat == config.model.remat else "" if own["fits"] else "does not fit"
-        table.add_row(
-            remat, f"{own['peak_bytes'] / 2**30:.1f}", f"{own['recomputed']:.1%}", f"{own['step_time_s']:.4g} s",
-            f"{own['mfu']:.1%}", f"{bar:.<{_CURVE_WIDTH}}", verdict,
-        )  # fmt: skip
+        for name, figures in ((remat, own), (f"{remat}, on the card", on_card.get(remat))):
+            if figures is None:
+                continue
+            bar = "#" * round(_CURVE_WIDTH * min(figures["peak_bytes"] / capacity, 1.0))
+            verdict = "chosen" if name == config.model.remat else "" if figures["fits"] else "does not fit"
+            table.add_row(
+                name, f"{figures['peak_bytes'] / 2**30:.1f}",
+                f"{figures['host_bytes'] / 2**30:.1f}" if figures["host_bytes"] else "", f"{figures['recomputed']:.1%}",
+                f"{figures['step_time_s']:.4g} s", f"{figures['mfu']:.1%}", f"{bar:.<{_CURVE_WIDTH}}", verdict,
+            )  # fmt: skip
     _print(table)
 
 
