@@ -23,12 +23,15 @@ import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
 from llamajax.disk import files_below
+from llamajax.parallel.host_memory import KIND
 
 # Larger arrays have their layers stored separately.
 _MANY_BYTES = 16 << 20
 
 # Each file is hashed sequentially; with files of at most this size, all threads hash a large state at once.
 _FILE_BYTES = 512 << 20
+
+_COPIED_GB = 16  # of a state in host memory that Orbax copies at once
 
 _OF_PROCESS = "ocdbt.process_"  # prefix of Orbax's directories, one for each writing process
 
@@ -61,9 +64,13 @@ class ArrayWriter:
         """Creates the writer; without `use_ocdbt`, every chunk of an array becomes a file."""
         self._use_ocdbt = use_ocdbt
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=use_ocdbt)
+        self._sparing = ocp.PyTreeCheckpointHandler(
+            use_compression=False, use_ocdbt=use_ocdbt, save_device_host_concurrent_gb=_COPIED_GB
+        )
 
     def begin(self, directory: Path, arrays: dict[str, jax.Array]) -> list[Any]:
-        """Starts writing this process's part of `arrays`, by name. The arrays have left the devices when this returns.
+        """Starts writing this process's part of `arrays`, by name. The arrays have left the devices when this returns; where
+        some are in host memory, they are also written, because there may be no room for a second copy of all of them.
 
         Returns:
             Futures to await. Errors are raised by their results, never here.
@@ -73,10 +80,15 @@ class ArrayWriter:
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if name in apart else ()) for name in arrays}
         most = _FILE_BYTES if self._use_ocdbt else None
         request = ocp.args.PyTreeSave(arrays, save_args=chunks, ocdbt_target_data_file_size=most)
+        is_on_host = any(array.sharding.memory_kind == KIND for array in arrays.values())
+        handler = self._sparing if is_on_host else self._handler
 
         def save() -> list[Any] | None:
             with contextlib.closing(asyncio.new_event_loop()) as loop:
-                return loop.run_until_complete(self._handler.async_save(epath.Path(directory), args=request))
+                writing = loop.run_until_complete(handler.async_save(epath.Path(directory), args=request))
+            for future in writing or [] if is_on_host else []:
+                future.result()
+            return writing
 
         try:  # in a thread of its own: the caller's may run an event loop, as a notebook does
             with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save") as pool:
@@ -106,6 +118,7 @@ class ArrayWriter:
     def close(self) -> None:
         """Ends the writer's threads."""
         self._handler.close()
+        self._sparing.close()
 
 
 def files_of(directory: Path, rank: int) -> Iterator[Path]:

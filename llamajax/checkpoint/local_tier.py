@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from llamajax.checkpoint import manifest, retention
 from llamajax.checkpoint.array_writer import reason
@@ -189,7 +190,8 @@ class LocalTier:
                 if at not in on_host:
                     shape = [end - start for start, end in at]
                     on_host[at] = np.fromfile(directory / files[name, at], stored.dtype).reshape(shape)
-                on_devices.append(jax.device_put(on_host[at], device, may_alias=False))
+                memory = SingleDeviceSharding(device, memory_kind=stored.sharding.memory_kind)
+                on_devices.append(jax.device_put(on_host[at], memory, may_alias=False))
             array = jax.make_array_from_single_device_arrays(stored.shape, stored.sharding, on_devices)
             leaves.append(jax.random.wrap_key_data(array, dtype=leaf.dtype) if is_key(leaf) else array)
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)

@@ -30,6 +30,7 @@ COMMON = (
     "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.weight_decay",
     "optimizer.grad_clip_norm",
     "mesh.data", "mesh.fsdp", "mesh.sequence", "mesh.tensor", "mesh.num_cpu_devices", "parallel.zero",
+    "offload.activations", "offload.optimizer",
     "checkpoint.save_every", "checkpoint.keep_last", "checkpoint.local_dir", "checkpoint.allow_changes",
     "recovery.spike_zscore", "metrics.log_every", "metrics.tensorboard", "metrics.wandb", "profile.start_step",
     "sample.prompt", "hardware.gpu", "hardware.nodes",

@@ -114,7 +114,9 @@ def make_plan(
 
     if config.model.remat == "auto":
         fastest = fastest_remat(config, mesh_sizes(config), compiled, doing)
-        for remat in [own for own in REMATS if by_remat[own].step.run.config.offload.names]:
+        for remat in REMATS:
+            if not by_remat[remat].step.run.config.offload.names:
+                continue
             doing(f"compiling the step with model.remat: {remat} and offload.activations: none")
             kept = {"model.remat": remat, "offload.activations": "none", "offload.fraction": None}
             on_card[remat] = planned(config.changed(kept))

@@ -89,8 +89,8 @@ def offload_form(
             host_bytes=max(0.0, host_room(config) - state),
         )
         update_s = (state_host_bytes(run, axes) + copy_bytes(run, axes)[1]) / machine.host_link
-        placement, fitting = _placement(own_costs, limits, asked)
-        found.append(Candidate(share, parameters, state, update_s, own_costs, limits, placement, fitting))
+        placement, is_fitting = _placement(own_costs, limits, asked)
+        found.append(Candidate(share, parameters, state, update_s, own_costs, limits, placement, is_fitting))
     fitting = [candidate for candidate in found if candidate.fits]
     steps = config.train.grad_accum_steps
     chosen = min(fitting, key=lambda own: (own.seconds(steps), own.state_bytes)) if fitting else found[-1]
