@@ -1,5 +1,6 @@
 """Replayed schedules, against times added up by hand; and two modules that XLA scheduled."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -236,3 +237,34 @@ def test_what_xla_computes_again_is_told_apart():
     )
     timeline = replay(program, MACHINE, {"fsdp": program.num_devices})
     assert (timeline.flops, timeline.rematerialized_flops) == (2 * 2 * 64**3, 2 * 64**3)
+
+
+HOST = "f32[1000000]{0:S(5)}"
+HOST_COPIES = f"""\
+%h = {HOST} parameter(2)
+%a = ({HOST}, f32[1000000]{{0}}, u32[]) copy-start(%w)
+%b = ({HOST}, f32[1000000]{{0}}, u32[]) copy-start(%w)
+%c = (f32[1000000]{{0}}, {HOST}, u32[]) copy-start(%h)
+%d = f32[1000000]{{0}} copy-done(%c)
+%e = {HOST} copy-done(%a)
+%f = {HOST} copy-done(%b)
+"""
+
+
+def test_copies_to_the_host_and_back_have_a_lane_each():
+    """They run at once in both directions, and queue within one; XLA is given the time of the whole queue."""
+    timeline = times(HOST_COPIES)
+    one = timeline.latencies["c"]
+    assert one == pytest.approx(SHARE.kernel_s + 4e6 / MACHINE.host_link)
+    assert timeline.host_copies == {"to_host": 8e6, "from_host": 4e6}
+    assert timeline.step_time_s == timeline.exposed_copy_s == pytest.approx(2 * one)
+    lanes = {event.name: event.lane for event in timeline.events if event.kind == "copy"}
+    assert lanes == {"a": "to_host", "b": "to_host", "c": "from_host"}
+    assert timeline.latencies["a"] == timeline.latencies["b"] == pytest.approx(2 * one)
+
+
+def test_gpus_that_share_a_link_share_its_bandwidth():
+    shared = dataclasses.replace(MACHINE, gpus_per_host_link=2)
+    alone, both = (replay(module(INPUTS + HOST_COPIES), machine, MESH) for machine in (MACHINE, shared))
+    kernels = 2 * SHARE.kernel_s
+    assert both.step_time_s - kernels == pytest.approx(2 * (alone.step_time_s - kernels))
