@@ -125,7 +125,7 @@ def offload_problems(
     if offload.parameters == "all":
         yield from _parameter_problems(model, parallel)
     if offload.tiers.nvme_dir is not None and offload.parameters == "all":
-        yield "offload.tiers.nvme_dir: a step with it has its weights on the card; remove it, or set offload.parameters: none"
+        yield "offload.tiers.nvme_dir: needs the weights on the card; remove it, or set offload.parameters: none"
     if offload.tiers.nvme_dir is not None and offload.activations == "none":
         yield "offload.tiers.nvme_dir: has no effect without offload.activations; name values or auto there, or remove this"
     if not offload.names:
