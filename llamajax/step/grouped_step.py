@@ -9,7 +9,7 @@ the last one, which needs them at once.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from llamajax.model.attention import Rows
 from llamajax.model.llama import Activations, first_activations, stack_forms
 from llamajax.parallel.activation_files import ActivationFiles, Value, shared_files
 from llamajax.parallel.arrays import concretise
-from llamajax.parallel.host_memory import HOST, KIND
+from llamajax.parallel.host_memory import HOST, KIND, added
 from llamajax.parallel.layer_group import backward_group, forward_group
 from llamajax.parallel.saved_values import Kept
 from llamajax.parallel.sequence import laid_out
@@ -51,7 +51,7 @@ GROUP_BYTES = 64 << 20
 """Least bytes that a device writes for a group, unless there are too few layers: ten milliseconds of a fast disk, beside
 which the start of a program takes no time."""
 IN_FLIGHT = 2
-"""Groups with unwritten values in host memory when the next forward pass is dispatched: one is written, one computes."""
+"""Groups with unwritten values when the next one's forward pass is dispatched: one is written while the other computes."""
 
 Program = Callable[..., Any]
 """A compiled program."""
@@ -127,11 +127,13 @@ class GroupedStep:
         del x
         for place in reversed(range(len(self.groups))):
             own = self.groups[place]
-            kept = waiting.pop().taken(self.files)
-            if place:
-                self.files.load(waiting[-1].values)
-            dx, total = own.backward(weights, batch, number, np.int32(own.group.start), kept, dx, total)
+            kept, before = waiting.pop().taken(self.files), dx
+            dx, total = own.backward(weights, batch, number, np.int32(own.group.start), kept, before, total)
             del kept
+            if place:
+                # Reads that run ahead of the devices would fill host memory.
+                jax.block_until_ready(before)
+                self.files.load(waiting[-1].values)
         return self.embed_back(weights, batch, number, dx, total)
 
 
@@ -178,6 +180,25 @@ def groups_of(run: ResolvedRun, size: int | None = None) -> list[Group]:
         kept = first_kept([layer_bytes] * L, [forward_s] * L, config.hardware.nvme_bandwidth)
     last = starts[-1]
     return [Group(start, min(size, L - start), is_away=start < last and start + size <= kept) for start in starts]
+
+
+def written_bytes(run: ResolvedRun) -> int:
+    """Returns the bytes that a step writes for a device, by formulas."""
+    layers = sum(group.count for group in groups_of(run) if group.is_away)
+    return layers * run.config.train.grad_accum_steps * sum(saved_bytes(run.config, run.mesh)[1].values())
+
+
+def bytes_in_flight(run: ResolvedRun) -> int:
+    """Returns the bytes of saved values in host memory for a device, by formulas."""
+    away = sorted((group.count for group in groups_of(run) if group.is_away), reverse=True)
+    return sum(away[: IN_FLIGHT + 1]) * sum(saved_bytes(run.config, run.mesh)[1].values())
+
+
+def described(step: GroupedStep, nvme_dir: str) -> str:
+    """Returns the groups of a step in one line."""
+    groups = [own.group for own in step.groups]
+    away = sum(group.is_away for group in groups)
+    return f"{len(groups)} of at most {groups[0].count} layers; values of the first {away} wait in {nvme_dir}"
 
 
 def compile_grouped(
@@ -234,7 +255,7 @@ def compile_grouped(
             forward = jax.jit(passes.forward, donate_argnums=4).trace(weights, batch, index, index, x)
             on_host = [aval.memory_space == HOST for aval in forward.jaxpr.out_avals]
             kept = concretise(forward.out_info, on_host)[1]
-            backward = jax.jit(passes.backward, donate_argnums=(5, 6))
+            backward = jax.jit(passes.backward, donate_argnums=6)
             backward = backward.trace(weights, batch, index, index, kept, x, total)
             made[passes] = compiled(forward), compiled(backward)
         programs.append(GroupPrograms(group, *made[passes]))
@@ -337,7 +358,7 @@ class _Passes:
         so_far = stack.grouped(grads.layers.by_parts()), None if first is None else stack.grouped(first.by_parts())
         dx, (stacked, of_first) = backward_group(stack, own, shared, kept, dy, so_far, start)
         grads = with_attributes(grads, layers=grads.layers.with_parts(stack.ungrouped(stacked)))
-        if first is not None:
+        if first is not None and of_first is not None:
             grads = with_attributes(grads, whole_first=first.with_parts(stack.ungrouped(of_first)))
         return dx, (grads, sums)
 
@@ -372,7 +393,7 @@ def _embed_back(config: Config, weights: Weights, batch: Batch, number: jax.Arra
         return total
     with jax.named_scope("embed"):
         _, pull_back = jax.vjp(lambda table: _looked_up(config, weights, table, ids), weights.trained.embedding)
-        return with_attributes(grads, embedding=add_gradients(grads.embedding, pull_back(dx.residual)[0])), sums
+        return with_attributes(grads, embedding=add_gradients(grads.embedding, pull_back(dx.residual)[0], added)), sums
 
 
 def _looked_up(config: Config, weights: Weights, table: Any, ids: Batch) -> jax.Array:
@@ -398,10 +419,12 @@ def _head(
     _, pull_back, own = jax.vjp(loss, model.final_norm, output.trained, y, has_aux=True)
     d_norm, d_head, dy = pull_back(jnp.ones(()))
     (grads, sums), name = total, "embedding" if model.head is None else "head"
-    d_norm, d_head = add_gradients(grads.final_norm, d_norm), add_gradients(getattr(grads, name), d_head)
+    d_norm, d_head = (
+        add_gradients(total, own, added) for total, own in ((grads.final_norm, d_norm), (getattr(grads, name), d_head))
+    )
     return dy, (with_attributes(grads, **{"final_norm": d_norm, name: d_head}), jax.tree.map(jnp.add, sums, own))
 
 
-def _pick(batch: Batch, number: jax.Array) -> Mapping[str, jax.Array]:
+def _pick(batch: Batch, number: jax.Array) -> Batch:
     """Returns one micro-batch, each field int32 [B, T]."""
     return {name: jax.reshard(ids[number], spec("batch", "seq")) for name, ids in batch.items()}

@@ -119,7 +119,10 @@ def _waits(offload: OffloadConfig) -> bool:
 
 
 def _verified(offload: OffloadConfig) -> OffloadConfig:
-    return dataclasses.replace(offload, gradient_dtype="float32")
+    tiers = dataclasses.replace(offload.tiers, nvme_dir=None, nvme_bytes=None)
+    if offload.tiers.nvme_dir is not None and offload.names:
+        tiers = dataclasses.replace(tiers, nvme_dir=tempfile.gettempdir())  # this machine may lack the disk
+    return dataclasses.replace(offload, gradient_dtype="float32", tiers=tiers)
 
 
 def compare(scaled: Scaled) -> dict[str, Any]:
