@@ -46,4 +46,3 @@ def test_a_disk_lives_as_long_as_its_endurance(gigabytes, step_s):
     assert needed_bandwidth(size, step_s) == pytest.approx(2 * size / step_s)
     assert life_s(yearly_bytes(size, step_s), size, step_s) == pytest.approx(SECONDS_PER_YEAR)
     assert life_s(3e15, size, step_s) == pytest.approx(3e15 / (needed_bandwidth(size, step_s) / 2))
-
