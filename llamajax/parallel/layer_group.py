@@ -58,7 +58,7 @@ def backward_group(
         stack: as for `forward_group`, and `weights`, `shared` and `start` too.
         weights: see `stack`.
         shared: see `stack`.
-        kept: values that `forward_group` returned.
+        kept: values that `forward_group` returned; those of the last layer may be on the card already.
         dx: gradient of the activations after the layers.
         grads: gradients so far, in the form of the weights, with None for frozen ones.
         start: see `stack`.

@@ -126,8 +126,13 @@ class GroupedStep:
         dx, total = self.head(weights, batch, number, x, total)
         del x
         for place in reversed(range(len(self.groups))):
-            own = self.groups[place]
-            kept, before = waiting.pop().taken(self.files), dx
+            own, above = self.groups[place], self.groups[min(place + 1, len(self.groups) - 1)]
+            own_waiting, before = waiting.pop(), dx
+            back = own_waiting.taken(self.files)
+            if own.group.is_away and not above.group.is_away:
+                jax.block_until_ready(before)  # the card has no room for values beside those that all stayed there
+            kept = own_waiting.on_card(back)
+            del own_waiting, back
             dx, total = own.backward(weights, batch, number, np.int32(own.group.start), kept, before, total)
             del kept
             if place:
@@ -146,17 +151,32 @@ class _Waiting:
     values: list[Value]
     tree: Any
 
-    @staticmethod
-    def of(files: ActivationFiles, kept: Any, is_away: bool) -> "_Waiting":
-        leaves, tree = jax.tree.flatten(kept)
-        places = [place for place, leaf in enumerate(leaves) if is_away and leaf.sharding.memory_kind == KIND]
-        values = files.store([leaves[place] for place in places])
-        return _Waiting([None if place in places else leaf for place, leaf in enumerate(leaves)], values, tree)
+    num_first: int
+    """Number of the last leaves, those of the layer whose backward pass is first."""
 
-    def taken(self, files: ActivationFiles) -> Any:
+    @staticmethod
+    def of(files: ActivationFiles, kept: Sequence[Any], is_away: bool) -> "_Waiting":
+        leaves, tree = jax.tree.flatten(kept)
+        places = [place for place, leaf in enumerate(leaves) if is_away and _is_on_host(leaf)]
+        values = files.store([leaves[place] for place in places])
+        staying = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+        return _Waiting(staying, values, tree, len(jax.tree.leaves(kept[-1])))
+
+    def taken(self, files: ActivationFiles) -> list[jax.Array]:
         """Returns the saved values, once they are read."""
         back = iter(files.take(self.values))
-        return jax.tree.unflatten(self.tree, [next(back) if leaf is None else leaf for leaf in self.leaves])
+        return [next(back) if leaf is None else leaf for leaf in self.leaves]
+
+    def on_card(self, leaves: Sequence[jax.Array]) -> Any:
+        """Returns the saved values with those of the last layer on the card, or on their way while other programs run; the
+        group's own program brings the others while it computes."""
+        rest = len(leaves) - self.num_first
+        first = [jax.device_put(x, x.sharding.with_memory_kind("device")) if _is_on_host(x) else x for x in leaves[rest:]]
+        return jax.tree.unflatten(self.tree, [*leaves[:rest], *first])
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    return x.sharding.memory_kind == KIND
 
 
 def uses_files(config: Config) -> bool:
@@ -198,7 +218,7 @@ def described(step: GroupedStep, nvme_dir: str) -> str:
     """Returns the groups of a step in one line."""
     groups = [own.group for own in step.groups]
     away = sum(group.is_away for group in groups)
-    return f"{len(groups)} of at most {groups[0].count} layers; values of the first {away} wait in {nvme_dir}"
+    return f"{len(groups)} of up to {groups[0].count} layers; values of the first {away} wait in {nvme_dir}"
 
 
 def compile_grouped(
@@ -254,6 +274,8 @@ def compile_grouped(
         if passes not in made:
             forward = jax.jit(passes.forward, donate_argnums=4).trace(weights, batch, index, index, x)
             on_host = [aval.memory_space == HOST for aval in forward.jaxpr.out_avals]
+            num_first = len(jax.tree.leaves(forward.out_info[1][-1]))
+            on_host[-num_first:] = [False] * num_first  # see `_Waiting.on_card`
             kept = concretise(forward.out_info, on_host)[1]
             backward = jax.jit(passes.backward, donate_argnums=6)
             backward = backward.trace(weights, batch, index, index, kept, x, total)
