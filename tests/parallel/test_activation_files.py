@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def sharded(array, *dims, kind="pinned_host"):
+def sharded(array: Any, *dims: Any, kind: str | None = "pinned_host") -> Any:
     mesh = jax.sharding.get_mesh()
     return jax.device_put(array, jax.NamedSharding(mesh, jax.P(*dims), memory_kind=kind))
 

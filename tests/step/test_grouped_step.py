@@ -124,7 +124,7 @@ class Scene:
     def __init__(self, files: ActivationFiles, groups: int, micro_batches: int, staying: int = 1):
         self.most, self.shape = 0, (8 * 4096,)
         lies = jax.NamedSharding(jax.sharding.get_mesh(), jax.P("fsdp"), memory_kind=KIND)
-        self.lies = [lies if place < groups - staying else lies.with_memory_kind(None) for place in range(groups)]
+        self.lies = [lies if place < groups - staying else lies.with_memory_kind("device") for place in range(groups)]
         made = [
             GroupPrograms(Group(place, 1, place < groups - staying), self.forward, self.backward) for place in range(groups)
         ]
@@ -157,8 +157,9 @@ class Scene:
 
     def totals(self):
         total: Any = []
+        given: Any = None
         for number in range(self.step.micro_batches):
-            total = self.step.accumulate(None, None, np.int32(number), total)
+            total = self.step.accumulate(given, given, np.int32(number), total)
         return total
 
 
