@@ -116,7 +116,9 @@ class _Lane:
         self.file, self.is_direct = _open(folder)
         self.writes, self.reads = queue.SimpleQueue[Job | None](), queue.SimpleQueue[Job | None]()
         self.staging = _aligned(_CHUNK)
-        """Memory that the writer copies from: arrays are not aligned to blocks."""
+        """Memory to write from where an array's own does not do."""
+        self.is_staging = False
+        """Whether the disk needs memory that is aligned to blocks, which arrays are not."""
         self.read_file = os.dup(self.file)
         self.threads = [
             threading.Thread(target=_serve, args=(jobs, file), name=f"nvme-{name}-{device.id}", daemon=True)
@@ -338,7 +340,10 @@ def _padded(num_bytes: int) -> int:
 
 def _aligned(size: int) -> np.ndarray:
     """Returns bytes that start at a block: those of anonymous memory start at a page."""
-    return np.frombuffer(mmap.mmap(-1, max(size, BLOCK)), np.uint8)
+    memory = mmap.mmap(-1, max(size, BLOCK))
+    with contextlib.suppress(OSError):  # not every kernel has huge pages, which are filled a few times faster
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _open(folder: Path) -> tuple[int, bool]:
@@ -388,9 +393,7 @@ def _write(shared: _Shared, value: Value, index: int) -> None:
         if value.is_cancelled:
             return
         for start in range(0, piece.num_bytes, _CHUNK):
-            size = min(_CHUNK, piece.num_bytes - start)
-            np.copyto(piece.lane.staging[:size], data[start : start + size])
-            _write_all(piece.lane.file, piece.lane.staging[: _padded(size)], piece.offset + start)
+            _write_chunk(piece.lane, data[start : start + _CHUNK], piece.offset + start)
     except Exception as error:
         shared.fail("writing", error)
         return
@@ -400,6 +403,19 @@ def _write(shared: _Shared, value: Value, index: int) -> None:
         if not value.unwritten:
             value.array = None
         shared.changed.notify_all()
+
+
+def _write_chunk(lane: _Lane, data: np.ndarray, offset: int) -> None:
+    if not lane.is_staging and len(data) % BLOCK == 0:
+        try:
+            _write_all(lane.file, data, offset)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EFAULT):
+                raise
+            lane.is_staging = True
+    np.copyto(lane.staging[: len(data)], data)
+    _write_all(lane.file, lane.staging[: _padded(len(data))], offset)
 
 
 def _write_all(file: int, data: np.ndarray, offset: int) -> None:

@@ -89,6 +89,32 @@ def test_an_array_of_several_chunks_comes_back(files, monkeypatch):
     assert files.bytes_read == like.nbytes
 
 
+def test_arrays_are_copied_only_where_the_disk_needs_it(tmp_path, monkeypatch):
+    """A disk takes an array in aligned memory and refuses another one, which is then copied."""
+    device, write = jax.local_devices()[0], os.pwrite
+    files, lies = (
+        ActivationFiles(str(tmp_path), [device]),
+        jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"),
+    )
+    memory = activation_files._aligned(3 * BLOCK)
+    memory[:] = np.arange(3 * BLOCK) % 251
+
+    def fussy(file, data, offset):
+        if np.frombuffer(data, np.uint8).ctypes.data % BLOCK:
+            raise OSError(errno.EINVAL, "refused")
+        return write(file, data, offset)
+
+    monkeypatch.setattr(activation_files.os, "pwrite", fussy)
+    for start in (0, 64):
+        values = files.store([jax.device_put(memory[start : start + 2 * BLOCK], lies)])
+        files.settle(values)
+        files.load(values)
+        np.testing.assert_array_equal(files.take(values)[0], memory[start : start + 2 * BLOCK])
+        assert files._lanes[device].is_staging == (start == 64)
+    assert files.bytes_read == 2 * 2 * BLOCK
+    files.close()
+
+
 def test_an_array_is_written_once(files):
     """The same object, and another one with the same buffers; an equal array elsewhere is another one."""
     array = sharded(np.ones((8, 64), np.float32), "fsdp")
@@ -308,3 +334,28 @@ def test_a_killed_process_leaves_nothing(tmp_path):
         assert process.wait() == -signal.SIGKILL
         process.stdout.close()
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_writes_are_about_as_fast_as_those_of_dd(tmp_path):
+    """Prints both bandwidths, medians of five, in turns on one disk; run it alone, with `-s` and a folder of that disk as
+    `--basetemp`."""
+    files, size, count, rates = ActivationFiles(str(tmp_path), jax.local_devices()[:1]), 128 << 20, 8, []
+    lies = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    arrays = [jax.device_put(np.full(size, number, np.uint8), lies) for number in range(count)]
+    for _ in range(5):
+        begun = time.monotonic()
+        command = ["dd", "if=/dev/zero", f"of={tmp_path}/dd", "bs=8M", f"count={count * size >> 23}", "oflag=direct"]
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=True)
+        between = time.monotonic()
+        values = files.store(arrays)
+        files.settle(values)
+        ended = time.monotonic()
+        rates.append((count * size / (between - begun), count * size / (ended - between)))
+        files.load(values)
+        files.take(values)
+        os.remove(tmp_path / "dd")
+    files.close()
+    of_dd, own = np.median(rates, axis=0)
+    print(f"dd {of_dd / 1e9:.2f} GB/s, saved values {own / 1e9:.2f} GB/s: {own / of_dd:.0%}")
+    assert own > 0.7 * of_dd
