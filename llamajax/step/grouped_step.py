@@ -171,8 +171,18 @@ class _Waiting:
         """Returns the saved values with those of the last layer on the card, or on their way while other programs run; the
         group's own program brings the others while it computes."""
         rest = len(leaves) - self.num_first
-        first = [jax.device_put(x, x.sharding.with_memory_kind("device")) if _is_on_host(x) else x for x in leaves[rest:]]
-        return jax.tree.unflatten(self.tree, [*leaves[:rest], *first])
+        return jax.tree.unflatten(self.tree, [*leaves[:rest], *map(_on_card, leaves[rest:])])
+
+
+def _on_card(x: jax.Array) -> jax.Array:
+    """Returns an array on its way to the card, from every device's part: a process may have some of them only."""
+    if not _is_on_host(x):
+        return x
+    parts = [
+        jax.device_put(shard.data, jax.sharding.SingleDeviceSharding(shard.device, memory_kind="device"))
+        for shard in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding.with_memory_kind("device"), parts)
 
 
 def _is_on_host(x: jax.Array) -> bool:
