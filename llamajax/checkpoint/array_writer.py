@@ -80,14 +80,16 @@ class ArrayWriter:
         chunks = {name: ocp.SaveArgs(shard_axes=(0,) if name in apart else ()) for name in arrays}
         most = _FILE_BYTES if self._use_ocdbt else None
         request = ocp.args.PyTreeSave(arrays, save_args=chunks, ocdbt_target_data_file_size=most)
-        is_on_host = any(array.sharding.memory_kind == KIND for array in arrays.values())
+        on_devices = (array for array in arrays.values() if isinstance(array, jax.Array))  # an import writes arrays of files
+        is_on_host = any(array.sharding.memory_kind == KIND for array in on_devices)
         handler = self._sparing if is_on_host else self._handler
 
         def save() -> list[Any] | None:
             with contextlib.closing(asyncio.new_event_loop()) as loop:
                 writing = loop.run_until_complete(handler.async_save(epath.Path(directory), args=request))
-            for future in writing or [] if is_on_host else []:
-                future.result()
+            if is_on_host:
+                for future in writing or []:
+                    future.result()
             return writing
 
         try:  # in a thread of its own: the caller's may run an event loop, as a notebook does

@@ -45,6 +45,9 @@ class HardwareConfig(Section):
     in `hardware.calibration` or built in."""
     gpus_per_host_link: PositiveInt = 1
     """GPUs that share one link to the host, and so its bandwidth; 2 in a DGX A100, where two GPUs share a PCIe switch."""
+    nvme_bandwidth: PositiveFloatOrUnset = None
+    """Bytes per second that the disk of `offload.tiers.nvme_dir` writes for one GPU. The last layers whose values it could
+    not write in time then keep them in memory; unset: only those of the last group of layers stay."""
     domains: tuple[DomainConfig, ...] = ()
     """Groups of nodes with networks of their own, such as InfiniBand for some and RoCE for others. Training places one
     domain after the other, so that only the stages of `mesh.pipeline` communicate across domains. Empty: one network for

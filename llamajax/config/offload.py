@@ -26,6 +26,19 @@ class TiersConfig(Section):
 
     host_bytes: PositiveFloatOrUnset = None
     """Bytes of one host's memory that data of its GPUs may take; unset: nine tenths of `hardware.host_memory`."""
+    nvme_dir: str | None = None
+    """Folder on a local NVMe disk, such as `/local/scratch`, for the values of `offload.activations`: host memory then holds
+    those of a few groups of layers, and the disk the rest until the backward pass needs them (SSDTrain, arXiv:2408.10013).
+    Each process writes its own devices' values to files without a name, whose space is free again when the process ends.
+    The step is several programs, one for each group of layers. Unset: no disk."""
+    nvme_bytes: PositiveFloatOrUnset = None
+    """Bytes that the files of one process in `nvme_dir` may take; unset: the free space of the disk at the start."""
+
+    def broken_rules(self) -> Iterator[str]:
+        if self.nvme_dir == "":
+            yield "nvme_dir: must not be empty; name a folder on a local disk, or null for none"
+        if self.nvme_bytes is not None and self.nvme_dir is None:
+            yield "nvme_bytes: has no effect without offload.tiers.nvme_dir; name a folder there, or remove this"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +124,10 @@ def offload_problems(
         yield "offload.optimizer: the stages of a pipeline keep their state on the card; set none, or mesh.pipeline: 1"
     if offload.parameters == "all":
         yield from _parameter_problems(model, parallel)
+    if offload.tiers.nvme_dir is not None and offload.parameters == "all":
+        yield "offload.tiers.nvme_dir: needs the weights on the card; remove it, or set offload.parameters: none"
+    if offload.tiers.nvme_dir is not None and offload.activations == "none":
+        yield "offload.tiers.nvme_dir: has no effect without offload.activations; name values or auto there, or remove this"
     if not offload.names:
         return
     saved = offload.names if model.remat == "auto" else saved_by(model.remat, is_shared=mesh.tensor != 1)

@@ -275,10 +275,9 @@ class Config(Settings):
         cleaning = self.data.cleaning
         problems += [f"data.cleaning.{problem}" for problem in cleaning.missing_packages()]
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
-        if self.xla.compilation_cache not in (None, "auto"):
-            folders["xla.compilation_cache"] = self.xla.compilation_cache
-        if self.checkpoint.local_dir is not None:
-            folders["checkpoint.local_dir"] = self.checkpoint.local_dir
+        told = {"checkpoint.local_dir": self.checkpoint.local_dir, "offload.tiers.nvme_dir": self.offload.tiers.nvme_dir}
+        told["xla.compilation_cache"] = None if self.xla.compilation_cache == "auto" else self.xla.compilation_cache
+        folders |= {key: path for key, path in told.items() if path is not None}
         patterns = {
             f"data.sources.{i}.paths.{j}": path
             for i, source in enumerate(self.data.sources)

@@ -278,7 +278,7 @@ def _room(one: jax.ShapeDtypeStruct, count: int, shared: Any) -> jax.Array:
     return jax.lax.broadcast(after(jnp.zeros((), one.dtype), shared), (count, *one.shape), out_sharding=lies)
 
 
-def _before(others: Any, weights: Any) -> tuple[Any, Any]:
+def separated(others: Any, weights: Any) -> tuple[Any, Any]:
     """Puts a barrier on `others` and the gathered weights: nothing uses one of them before all exist.
 
     Scales have no barrier, because layers read them where they are stored.
@@ -316,7 +316,7 @@ def _forward(stack: Stack, prepared: PreparedWeights[Layers], shared: Any, x: An
 
     def step(place: int, index: jax.Array, x: Any, weights: Any) -> tuple[Any, Any, Any]:
         if is_parted:
-            (index, x), weights = _before((index, x), weights)
+            (index, x), weights = separated((index, x), weights)
         upcoming = stack.gather(prepared, index + 1)
         x, own = stack.layer(weights, shared[place % period], x)
         return x, upcoming, own
@@ -375,13 +375,13 @@ def _backward(stack: Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
         if is_parted:
             # Recomputed values must not come from the forward pass, which would have to keep them.
             waiting = index, staying, own_away, coming, dx, above
-            (index, staying, own_away, coming, dx, above), weights = _before(waiting, weights)
+            (index, staying, own_away, coming, dx, above), weights = separated(waiting, weights)
         upcoming, coming = stack.gather(prepared, index - 1), moved(coming, DEVICE)
         own = joined(own, staying, own_away)
         d_weights, dx, (weights, above) = stack.layer_back(weights, shared[place], own, dx, (upcoming, above))
         reduced, above = stack.reduced(stored, above), d_weights
         if is_parted:
-            (index, reduced, dx, above), weights = _before((index, reduced, dx, above), weights)
+            (index, reduced, dx, above), weights = separated((index, reduced, dx, above), weights)
         return (dx, weights, above, coming), _with(grads, reduced, index + 1)
 
     def round_of_loop(carry: Any, number: jax.Array) -> tuple[Any, None]:

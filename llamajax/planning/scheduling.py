@@ -25,6 +25,7 @@ from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
 from llamajax.planning.schedule_choice import FASTEST, GUESSES, Judge, Judged, Preference, fastest_remat
 from llamajax.processes.peers import everyones, of_first
 from llamajax.step.compile import Option, check_flags, compile_with, compiler_options, lower
+from llamajax.step.grouped_step import GroupedStep, compile_grouped, uses_files
 from llamajax.step.resolve import ResolvedRun, resolve
 from llamajax.step.staged_step import StagedStep, compile_staged
 from llamajax.step.state import abstract_state
@@ -41,9 +42,9 @@ def latency_source(config: Config, num_devices: int) -> str | None:
 class Compilation:
     """Training's step, compiled for the devices of this run, or loaded."""
 
-    step: jax.stages.Compiled | StagedStep
+    step: jax.stages.Compiled | StagedStep | GroupedStep
     options: dict[str, Option]
-    """Options that the compiler received, with `mesh.stages` for the programs of a stage."""
+    """Options that the compiler received, with several programs for those of a stage or a group."""
     from_cache: bool
     """Whether jax loaded it from an earlier compilation."""
 
@@ -71,6 +72,10 @@ def check_told(config: Config) -> None:
     if config.xla.latency_profile not in (None, "auto"):
         if config.mesh.stages:
             raise ConfigError("xla.latency_profile: a file is for one program, and mesh.stages has several; set auto")
+        if config.offload.tiers.nvme_dir is not None:
+            raise ConfigError(
+                "xla.latency_profile: a file is for one program, and offload.tiers.nvme_dir has several; set auto"
+            )
         _same_file(config.xla.latency_profile)
     read_measurement(config.hardware)
 
@@ -93,14 +98,28 @@ def compile_here(run: ResolvedRun, lowered: jax.stages.Lowered) -> Compilation:
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 
-def compile_stages_here(run: ResolvedRun) -> Compilation:
-    """Compiles the step of a run with `mesh.stages` for the devices of the current mesh; all processes call this together.
+def is_several(config: Config) -> bool:
+    """Returns whether the step of a resolved run is several programs: those of stages, or of groups of layers."""
+    return bool(config.mesh.stages) or uses_files(config)
+
+
+def compile_several_here(run: ResolvedRun, note: Callable[[str], None] = lambda line: None) -> Compilation:
+    """Compiles the step of a run that `is_several` programs for the devices of the current mesh; all processes call this
+    together.
+
+    Args:
+        run: the run.
+        note: takes a line about the disk of `offload.tiers.nvme_dir`.
 
     Raises:
-        ConfigError: see `compile_staged`.
+        ConfigError: see `compile_staged` and `compile_grouped`.
+        DiskError: see `compile_grouped`.
     """
     with compilation_cache.loaded() as loaded:
-        step, options = compile_staged(run, abstract_state(run.config))
+        if run.config.mesh.stages:
+            step, options = compile_staged(run, abstract_state(run.config))
+        else:
+            step, options = compile_grouped(run, abstract_state(run.config), note=note)
     return Compilation(step=step, options=options, from_cache=bool(loaded))
 
 

@@ -11,8 +11,10 @@ from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.kernels.choice import compute_capability
 from llamajax.parallel.stage_meshes import check_transfers, stage_meshes
-from llamajax.planning.scheduling import Compilation, compile_here, compile_stages_here, resolve_here
+from llamajax.planning.scheduling import Compilation, compile_here, compile_several_here, is_several, resolve_here
 from llamajax.step.compile import Option, lower, told
+from llamajax.step.grouped_step import GroupedStep
+from llamajax.step.grouped_step import described as described_groups
 from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve
 from llamajax.step.state import abstract_state
 from llamajax.watch import console
@@ -79,8 +81,8 @@ def compile_steps(runs: Mapping[int, ResolvedRun]) -> dict[int, Compilation]:
 def _compile(run: ResolvedRun, which: str, known: Mapping[str, Option] | None = None) -> Compilation:
     """Compiles a step and logs a line about it, and one about its options unless they are the `known` ones."""
     started = time.monotonic()
-    if run.config.mesh.stages:
-        compilation = compile_stages_here(run)
+    if is_several(run.config):
+        compilation = compile_several_here(run, lambda line: console.log(f"note       {line}"))
     else:
         compilation = compile_here(run, lower(run, abstract_state(run.config)))
     if compilation.options != known:
@@ -88,8 +90,11 @@ def _compile(run: ResolvedRun, which: str, known: Mapping[str, Option] | None = 
     programs = jax.config.values["jax_compilation_cache_dir"]
     came = f", loaded from {programs}" if compilation.from_cache else ""
     memory = console.memory_summary(compilation.step)
-    stages = f", {len(run.config.mesh.stages)} stages; at the end of a step" if run.config.mesh.stages else ";"
-    console.log(f"compile    {which}{time.monotonic() - started:.1f} s{came}{stages} {memory}")
+    stages = f", {len(run.config.mesh.stages)} stages" if run.config.mesh.stages else ""
+    when = "; at the end of a step" if is_several(run.config) else ";"
+    console.log(f"compile    {which}{time.monotonic() - started:.1f} s{came}{stages}{when} {memory}")
+    if isinstance(compilation.step, GroupedStep):
+        console.log(f"groups     {which}{described_groups(compilation.step, run.config.offload.tiers.nvme_dir or '')}")
     return compilation
 
 

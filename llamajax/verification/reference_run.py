@@ -13,6 +13,7 @@ from llamajax.config.run import Config
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
 from llamajax.step.batch import FIELDS, Batch, batch_sharding
+from llamajax.step.grouped_step import compile_grouped, uses_files
 from llamajax.step.optim import moments
 from llamajax.step.resolve import ResolvedRun, resolve
 from llamajax.step.stage import Total
@@ -76,13 +77,20 @@ def step_with_gradients(run: ResolvedRun, state: TrainState, batch: Batch) -> tu
     return state, metrics | update_metrics, grads
 
 
-def _staged_step(run: ResolvedRun) -> Callable[[TrainState, Batch], Any]:
+def _step(run: ResolvedRun) -> Callable[[TrainState, Batch], Any]:
+    if (compile_programs := _several(run.config)) is None:
+        return functools.partial(step_with_gradients, run)
     state = abstract_state(run.config)
-    return compile_staged(run, state, _staged_results, lambda lowered, _: lowered.compile(compiler_options=_QUICKLY))[0]
+    return compile_programs(run, state, _results, lambda lowered, _: lowered.compile(compiler_options=_QUICKLY))[0]
 
 
-def _staged_results(config: Config, state: TrainState, total: Total) -> tuple[TrainState, dict[str, jax.Array], Any]:
-    metrics, grads = reduced(config, state.model, total)
+def _several(config: Config) -> Callable[..., Any] | None:
+    """Returns the compiler of a step that is several programs; None: it is one."""
+    return compile_staged if config.mesh.stages else compile_grouped if uses_files(config) else None
+
+
+def _results(config: Config, state: TrainState, total: Total) -> tuple[TrainState, dict[str, jax.Array], Any]:
+    metrics, grads = reduced(config, state.weights, total)
     state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
     return state, metrics | update_metrics, grads
 
@@ -95,10 +103,10 @@ def program(config: Config) -> str:
     batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
     run = resolve(config, mesh.shape)
     state = abstract_state(run.config)
-    if not config.mesh.stages:
+    if (compile_programs := _several(run.config)) is None:
         return step_with_gradients.lower(run, state, batch).as_text()
     texts = list[str]()
-    compile_staged(run, state, _staged_results, lambda lowered, _: texts.append(lowered.as_text()))
+    compile_programs(run, state, _results, lambda lowered, _: texts.append(lowered.as_text()))
     return "\n".join(texts)
 
 
@@ -126,7 +134,7 @@ def run_side(config: Config, num_steps: int, doing: Callable[[str], None]) -> Si
     state = init_state(run.config)
     steps = [Step({}, kept(state))]
     doing("compiling")
-    do_step = _staged_step(run) if config.mesh.stages else functools.partial(step_with_gradients, run)
+    do_step = _step(run)
     for step in range(1, num_steps + 1):
         if step > 1:
             doing(f"step {step} of {num_steps}")

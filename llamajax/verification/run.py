@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,10 @@ def _waits(offload: OffloadConfig) -> bool:
 
 
 def _verified(offload: OffloadConfig) -> OffloadConfig:
-    return dataclasses.replace(offload, gradient_dtype="float32")
+    tiers = dataclasses.replace(offload.tiers, nvme_dir=None, nvme_bytes=None)
+    if offload.tiers.nvme_dir is not None and offload.names:
+        tiers = dataclasses.replace(tiers, nvme_dir=tempfile.gettempdir())  # this machine may lack the disk
+    return dataclasses.replace(offload, gradient_dtype="float32", tiers=tiers)
 
 
 def compare(scaled: Scaled) -> dict[str, Any]:

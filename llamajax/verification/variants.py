@@ -90,7 +90,7 @@ def plainer(config: Config) -> Iterator[tuple[str, Any, Config]]:
             continue
         changed: dict[str, Any] = {"mesh": _changed_mesh(config.mesh, name, value)} if section == "mesh" else {key: value}
         if key == "offload.activations":
-            changed["offload.fraction"] = None
+            changed |= {"offload.fraction": None, "offload.tiers.nvme_dir": None, "offload.tiers.nvme_bytes": None}
         yield from ((key, value, own) for own in _allowed(config, changed))
 
 

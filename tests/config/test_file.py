@@ -106,7 +106,7 @@ def everything(monkeypatch) -> Config:
         mesh=MeshConfig(pipeline=2, data=2, fsdp=1, sequence=2, tensor=-1, stages=(9, 8), num_cpu_devices=4),
         offload=OffloadConfig(
             activations="auto", fraction=0.5, optimizer="auto", parameters="auto", gradient_dtype="bfloat16",
-            tiers=TiersConfig(host_bytes=1e12),
+            tiers=TiersConfig(host_bytes=1e12, nvme_dir="~", nvme_bytes=1e13),
         ),
         parallel=ParallelConfig(
             stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring",
@@ -128,7 +128,7 @@ def everything(monkeypatch) -> Config:
         hardware=HardwareConfig(
             gpu="h200", nodes=3, gpus_per_node=4, gpu_bandwidth=1e9, node_bandwidth=2.5, price_per_gpu_hour=0.1,
             token_budget=1e12, calibration="1e3", domain_bandwidth=1e9, host_memory=1e12, host_bandwidth=2e10,
-            gpus_per_host_link=2,
+            gpus_per_host_link=2, nvme_bandwidth=6e9,
             domains=(
                 DomainConfig(name="1e3", network="ethernet", nodes=1, node_bandwidth=2e9, env=("NCCL_NET=Socket",)),
                 DomainConfig(name="no", network="roce", nodes=2),

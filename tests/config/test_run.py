@@ -12,7 +12,7 @@ import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig
 from llamajax.config.keys import keys
-from llamajax.config.offload import OffloadConfig
+from llamajax.config.offload import OffloadConfig, TiersConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.config.rules import Section
@@ -73,6 +73,18 @@ def test_every_section_is_tested():
         ({"offload": OffloadConfig(activations=("input", "qkv"))}, "offload.activations"),
         ({"offload": OffloadConfig(activations=("input",)), "mesh": MeshConfig(pipeline=2)}, "offload.activations"),
         ({"offload": OffloadConfig(activations=("input",)), "parallel": ParallelConfig(stack="scan")}, "parallel.stack"),
+        ({"offload": OffloadConfig(tiers=TiersConfig(nvme_dir="d"))}, "offload.tiers.nvme_dir"),
+        (
+            {"offload": OffloadConfig(activations="auto", optimizer=1.0, parameters="all", tiers=TiersConfig(nvme_dir="d"))},
+            "offload.tiers.nvme_dir",
+        ),
+        (
+            {
+                "offload": OffloadConfig(activations=("input",), tiers=TiersConfig(nvme_dir="d")),
+                "parallel": ParallelConfig(stack="scan"),
+            },
+            "parallel.stack",
+        ),
         ({"distributed": DistributedConfig(enabled=True), "watchdog": WatchdogConfig(start_s=300.0)}, "watchdog.start_s"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "seed"),

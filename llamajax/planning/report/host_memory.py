@@ -11,7 +11,9 @@ from llamajax.config.run import Config
 from llamajax.estimates.formulas import mesh_sizes
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.estimates.machine import planned_machine
+from llamajax.estimates.nvme import needed_bandwidth, yearly_bytes
 from llamajax.planning.plan import Schedule
+from llamajax.step.grouped_step import uses_files, written_bytes
 from llamajax.step.resolve import offload_choice
 from llamajax.units import format_bytes
 
@@ -57,6 +59,7 @@ def host_figures(config: Config, schedule: Schedule) -> dict[str, Any] | None:
         "forward_s": None if choice.chosen is None else choice.chosen.costs.forward_s,
         "card_room_bytes": None if choice.chosen is None else int(choice.chosen.limits.card_bytes),
         "host_room_bytes": None if math.isinf(memory.host_room_bytes) else int(memory.host_room_bytes),
+        "nvme_bytes": written_bytes(run) if uses_files(run.config) else None,
     }
 
 
@@ -72,6 +75,20 @@ def summary(told: Mapping[str, Any], step_time_s: float, gpus_per_node: int) -> 
         f" a GPU copies {format_bytes(int(to))} there and {format_bytes(int(back))} back per step, at"
         f" {told['bandwidth'] / 1e9:.3g} GB/s each way{shared} for {busy:.3g} of {step_time_s:.4g} s, and waits for"
         f" {told['exposed_copy_s']:.3g} s"
+    )
+
+
+def disk_line(written: int, step_time_s: float) -> str:
+    """Returns what a step with `offload.tiers.nvme_dir` asks of a GPU's disk in one line.
+
+    Args:
+        written: bytes that a step writes for a GPU; the plan's program leaves them in host memory.
+        step_time_s: seconds of a step.
+    """
+    rate, a_year = needed_bandwidth(written, step_time_s), yearly_bytes(written, step_time_s)
+    return (
+        f"a GPU writes {format_bytes(written)} of saved values per step, hidden at {rate / 1e9:.3g} GB/s or more, and"
+        f" {a_year / 1e15:.3g} PB in a year, which its disk's endurance must allow (SSDTrain, arXiv:2408.10013)"
     )
 
 

@@ -54,3 +54,12 @@ def test_the_rule_for_the_share_of_tokens_is_told_with_its_numbers():
     assert "B = 50 GB/s, T = 89.3 ms" in line
     assert "with 230 GiB of host memory per GPU" in line
     assert "host memory per GPU" not in host_memory.closed_form(TOLD | {"host_room_bytes": None})
+
+
+def test_the_needs_of_a_disk_are_one_line():
+    """10 GiB in steps of 2 s: all of it within one second, and 15.8 million steps in a year."""
+    line = host_memory.disk_line(10 * 2**30, 2.0)
+    assert line.startswith(
+        "a GPU writes 10.0 GiB of saved values per step, hidden at 10.7 GB/s or more, and 169 PB in a year"
+    )
+    assert "\n" not in line
