@@ -46,8 +46,10 @@ class HardwareConfig(Section):
     gpus_per_host_link: PositiveInt = 1
     """GPUs that share one link to the host, and so its bandwidth; 2 in a DGX A100, where two GPUs share a PCIe switch."""
     nvme_bandwidth: PositiveFloatOrUnset = None
-    """Bytes per second that the disk of `offload.tiers.nvme_dir` writes for one GPU. The last layers whose values it could
-    not write in time then keep them in memory; unset: only those of the last group of layers stay."""
+    """Bytes per second that the disks of `offload.tiers.nvme_dir` write for one GPU while all GPUs of the node write. The
+    last layers keep values that could not be written in time in memory. Unset: 3.8 GB/s for A100 with 80 GB, H100, H200 and
+    B200, half of it for A100 with 40 GB (disks of NVIDIA DGX). Other nodes have no usual disks, and only the last group of
+    layers keeps its values."""
     domains: tuple[DomainConfig, ...] = ()
     """Groups of nodes with networks of their own, such as InfiniBand for some and RoCE for others. Training places one
     domain after the other, so that only the stages of `mesh.pipeline` communicate across domains. Empty: one network for

@@ -32,7 +32,7 @@ class TiersConfig(Section):
     Each process writes its own devices' values to files without a name, whose space is free again when the process ends.
     The step is several programs, one for each group of layers. Unset: no disk."""
     nvme_bytes: PositiveFloatOrUnset = None
-    """Bytes that the files of one process in `nvme_dir` may take; unset: the free space of the disk at the start."""
+    """Bytes of one node's disks that the files in `nvme_dir` may take; unset: the free space of the disk at the start."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.nvme_dir == "":

@@ -34,6 +34,8 @@ class Gpu:
     nodes have no usual network, and `HardwareConfig` must set it."""
     host_memory: int | None
     """Bytes of memory of the host of eight such GPUs; None: there is no usual host, and `HardwareConfig` must set it."""
+    nvme_bandwidth: float | None
+    """Bytes per second that the NVMe disks of the usual node write for each of its GPUs; None: there are no usual ones."""
     compute_capability: tuple[int, int]
     """CUDA compute capability."""
     cores: int
@@ -60,8 +62,9 @@ class Gpu:
 # (GpuTargetConfigProto). Networks: four ports of 200 Gb/s per A100 node, as Megatron-LLaMA's cluster of 512 had
 # (github.com/alibaba/Megatron-LLaMA); eight of 400 Gb/s per H100 or H200 node, as in the DGX H100 and H200 (NVIDIA's data
 # sheets). PCIe and NVL cards of the same names have lower clocks and are deliberately not listed: their rate is measured.
-# Host memory: NVIDIA's data sheets of the DGX A100 (320 GB and 640 GB), H100, H200 and B200.
-_MIB, _GIB = 2**20, 2**30
+# Host memory and number of disks: NVIDIA's data sheets of the DGX A100 (320 GB and 640 GB), H100, H200 and B200. One disk of
+# 3.84 TB per GPU, in the smaller A100 one per two. Samsung's data sheet of such a disk for PCIe 4 (PM1733): writes 3.8 GB/s.
+_MIB, _GIB, _DISK = 2**20, 2**30, 3.8e9
 _A100 = Gpu(
     name="A100-40GB",
     family="A100",
@@ -72,6 +75,7 @@ _A100 = Gpu(
     gpu_bandwidth=300e9,
     node_bandwidth=100e9,
     host_memory=1024 * _GIB,
+    nvme_bandwidth=_DISK / 2,
     compute_capability=(8, 0),
     cores=108,
     fp32_lanes=64,
@@ -91,6 +95,7 @@ _H100 = Gpu(
     gpu_bandwidth=450e9,
     node_bandwidth=400e9,
     host_memory=2048 * _GIB,
+    nvme_bandwidth=_DISK,
     compute_capability=(9, 0),
     cores=132,
     fp32_lanes=128,
@@ -140,6 +145,7 @@ _RTX_3090 = Gpu(
     gpu_bandwidth=_PCIE_4,
     node_bandwidth=None,
     host_memory=None,
+    nvme_bandwidth=None,
     compute_capability=(8, 6),
     cores=82,
     fp32_lanes=128,
@@ -189,6 +195,7 @@ GPUS = (
         memory_bytes=85_100_068_864,
         memory_bandwidth=2.03904e12,
         host_memory=2048 * _GIB,
+        nvme_bandwidth=_DISK,
         description="NVIDIA A100-SXM4-80GB",
     ),
     _H100,
@@ -209,6 +216,7 @@ GPUS = (
         memory_bytes=197_897_748_480,
         memory_bandwidth=7.928064e12,
         host_memory=4 * 480 * 10**9,
+        nvme_bandwidth=None,
         cores=152,
         clock_ghz=2.062,
         l2_bytes=135_528_448,
@@ -292,6 +300,7 @@ def planned_gpu(config: HardwareConfig) -> Gpu:
         gpu_bandwidth=config.gpu_bandwidth or gpu.gpu_bandwidth,
         node_bandwidth=config.node_bandwidth or usual,
         host_memory=usual_memory if config.host_memory is None else int(config.host_memory),
+        nvme_bandwidth=config.nvme_bandwidth or gpu.nvme_bandwidth,
     )
 
 

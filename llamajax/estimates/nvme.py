@@ -1,8 +1,35 @@
 """Saved values on a local NVMe disk (SSDTrain, arXiv:2408.10013): which layers keep theirs, and what the disk needs."""
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from llamajax.config.run import Config
+from llamajax.estimates.gpus import planned_gpu
 
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
+
+
+class Disk(NamedTuple):
+    """A GPU's share of the disks of its node."""
+
+    bandwidth: float
+    """Bytes per second to write; infinite where it is unknown."""
+    room_bytes: float
+    """Space for saved values; infinite where it is unknown."""
+
+
+def planned_disk(config: Config) -> Disk | None:
+    """Returns the disk on which saved values wait; None: they wait in host memory.
+
+    Raises:
+        ConfigError: see `planned_gpu`.
+    """
+    tiers, hardware = config.offload.tiers, config.hardware
+    if tiers.nvme_dir is None:
+        return None
+    room = math.inf if tiers.nvme_bytes is None else tiers.nvme_bytes / hardware.gpus_per_node
+    return Disk(planned_gpu(hardware).nvme_bandwidth or math.inf, room)
 
 
 def first_kept(sizes: Sequence[float], forward_s: Sequence[float], bandwidth: float) -> int:

@@ -17,6 +17,7 @@ from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer, StageArray
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.compile import CompiledStep
 from llamajax.planning.xla.hlo import Module, arrays
+from llamajax.step.layer_groups import further_card_bytes, needed_host_bytes
 from llamajax.step.resolve import ResolvedRun, formula_bytes
 
 
@@ -97,13 +98,14 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     by_kind["gaps"] += buffers.gap_bytes
     by_kind["workspace"] += _attention_workspace(module)
     run = step.run
+    by_kind["activations"] += further_card_bytes(config, run.mesh)  # step is the form as one program
     assert run.gpu is not None
     return MemoryPlan(
         by_kind=dict(by_kind),
         argument_bytes=buffers.argument_bytes,
         temp_bytes=buffers.arena_bytes,
         peak_bytes=sum(by_kind.values()),
-        host_bytes=buffers.host_bytes,
+        host_bytes=buffers.host_bytes + needed_host_bytes(config, run.mesh) - host_bytes(config, run.mesh),
         host_room_bytes=host_room(config),
         capacity_bytes=run.gpu.memory_bytes,
         allowance=allowance(run.mesh),
@@ -126,7 +128,7 @@ def estimate(run: ResolvedRun) -> MemoryPlan:
         argument_bytes=state,
         temp_bytes=peak - state,
         peak_bytes=peak,
-        host_bytes=host_bytes(run.config, run.mesh),
+        host_bytes=needed_host_bytes(run.config, run.mesh),
         host_room_bytes=host_room(run.config),
         capacity_bytes=run.gpu.memory_bytes,
         allowance=allowance(run.mesh),

@@ -25,7 +25,8 @@ from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
 from llamajax.planning.schedule_choice import FASTEST, GUESSES, Judge, Judged, Preference, fastest_remat
 from llamajax.processes.peers import everyones, of_first
 from llamajax.step.compile import Option, check_flags, compile_with, compiler_options, lower
-from llamajax.step.grouped_step import GroupedStep, compile_grouped, uses_files
+from llamajax.step.grouped_step import GroupedStep, compile_grouped
+from llamajax.step.layer_groups import uses_files
 from llamajax.step.resolve import ResolvedRun, resolve
 from llamajax.step.staged_step import StagedStep, compile_staged
 from llamajax.step.state import abstract_state

@@ -8,7 +8,6 @@ the last one, which needs them at once.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +20,6 @@ import numpy as np
 from llamajax.config.offload import ON_CARD, OffloadConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.estimates.formulas import saved_bytes
-from llamajax.estimates.nvme import first_kept
 from llamajax.model import Llama
 from llamajax.model.attention import Rows
 from llamajax.model.llama import Activations, first_activations, stack_forms
@@ -41,17 +38,11 @@ from llamajax.step.batch import Batch
 from llamajax.step.compile import Option, abstract_batch, compile_with, compiler_options
 from llamajax.step.frozen import combine
 from llamajax.step.loss import losses
-from llamajax.step.offload_form import layer_costs
+from llamajax.step.layer_groups import IN_FLIGHT, Group, groups_of
 from llamajax.step.pipeline import Sums, add_gradients, with_attributes
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
 from llamajax.step.step import apply_gradients, begin, end
-
-GROUP_BYTES = 64 << 20
-"""Least bytes that a device writes for a group, unless there are too few layers: ten milliseconds of a fast disk, beside
-which the start of a program takes no time."""
-IN_FLIGHT = 2
-"""Groups with unwritten values when the next one's forward pass is dispatched: one is written while the other computes."""
 
 Program = Callable[..., Any]
 """A compiled program."""
@@ -59,17 +50,6 @@ Metrics = dict[str, jax.Array]
 Weights = PreparedWeights[Llama]
 Total = tuple[Llama, Sums]
 """Gradients of the prepared weights, with None for a frozen weight, and sums."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Layers of one program."""
-
-    start: int
-    """Index of the first one."""
-    count: int
-    is_away: bool
-    """Whether their values wait on the disk."""
 
 
 @dataclass(frozen=True)
@@ -189,41 +169,6 @@ def _is_on_host(x: jax.Array) -> bool:
     return x.sharding.memory_kind == KIND
 
 
-def uses_files(config: Config) -> bool:
-    """Returns whether the step of a resolved run is a `GroupedStep`."""
-    return config.offload.tiers.nvme_dir is not None and bool(config.offload.names) and config.model.num_layers > 1
-
-
-def groups_of(run: ResolvedRun, size: int | None = None) -> list[Group]:
-    """Returns the groups of a run's layers.
-
-    Args:
-        run: the run.
-        size: layers of a group; None: the fewest with `GROUP_BYTES` on a device, at most half of all.
-    """
-    config, L = run.config, run.config.model.num_layers
-    layer_bytes = sum(saved_bytes(config, run.mesh)[1].values())
-    size = size or max(1, min(math.ceil(GROUP_BYTES / max(1, layer_bytes)), L // 2))
-    starts, kept = range(0, L, size), L
-    if config.hardware.nvme_bandwidth is not None and run.gpu is not None:
-        forward_s = layer_costs(config, run.mesh).forward_s
-        kept = first_kept([layer_bytes] * L, [forward_s] * L, config.hardware.nvme_bandwidth)
-    last = starts[-1]
-    return [Group(start, min(size, L - start), is_away=start < last and start + size <= kept) for start in starts]
-
-
-def written_bytes(run: ResolvedRun) -> int:
-    """Returns the bytes that a step writes for a device, by formulas."""
-    layers = sum(group.count for group in groups_of(run) if group.is_away)
-    return layers * run.config.train.grad_accum_steps * sum(saved_bytes(run.config, run.mesh)[1].values())
-
-
-def bytes_in_flight(run: ResolvedRun) -> int:
-    """Returns the bytes of saved values in host memory for a device, by formulas."""
-    away = sorted((group.count for group in groups_of(run) if group.is_away), reverse=True)
-    return sum(away[: IN_FLIGHT + 1]) * sum(saved_bytes(run.config, run.mesh)[1].values())
-
-
 def described(step: GroupedStep, nvme_dir: str) -> str:
     """Returns the groups of a step in one line."""
     groups = [own.group for own in step.groups]
@@ -263,7 +208,7 @@ def compile_grouped(
             "offload.tiers.nvme_dir: offload.parameters moves the weights off the card, and a step with it needs them there;"
             " remove it, or set offload.parameters: none"
         )
-    groups, config = groups_of(run, size), _written_out(run.config)
+    groups, config = groups_of(run.config, run.mesh, size), _written_out(run.config)
     run = dataclasses.replace(run, config=config)
     options = compiler_options(run) if jax.default_backend() == "gpu" else {}
     index, batch, tiers = jax.ShapeDtypeStruct((), jnp.int32), abstract_batch(config), config.offload.tiers

@@ -33,6 +33,7 @@ from llamajax.estimates.formulas import (
 )
 from llamajax.estimates.host_memory import host_room
 from llamajax.estimates.machine import Machine, planned_machine
+from llamajax.estimates.nvme import planned_disk
 from llamajax.estimates.offload import LayerCosts, Limits, Placement, best, fits, hidden_fraction, placed
 from llamajax.kernels.choice import Site, choose
 from llamajax.units import format_bytes
@@ -75,6 +76,8 @@ def offload_form(
         parameters = "all" if asked.parameters == "all" else "none"
         return OffloadChoice(_with(asked, asked.names, None, asked.state_share, parameters), f"nothing: {obstacle}")
     costs, machine = layer_costs(config, axes), planned_machine(config)
+    disk = planned_disk(config)
+    bandwidth = machine.host_link if disk is None else min(machine.host_link, disk.bandwidth)
     found: list[Candidate] = []
     for share, parameters in _state_places(config):
         run = dataclasses.replace(config, offload=_with(asked, (), None, share, parameters))
@@ -84,9 +87,9 @@ def offload_form(
         limits = Limits(
             layers=config.model.num_layers,
             staying=_LAST_LAYERS,
-            bandwidth=machine.host_link,
+            bandwidth=bandwidth,
             card_bytes=max(0.0, budget - sum(bytes_of.values()) + bytes_of["activations"]),
-            host_bytes=max(0.0, host_room(config) - state),
+            host_bytes=max(0.0, host_room(config) - state) if disk is None else disk.room_bytes,
         )
         update_s = (state_host_bytes(run, axes) + copy_bytes(run, axes)[1]) / machine.host_link
         placement, is_fitting = _placement(own_costs, limits, asked)

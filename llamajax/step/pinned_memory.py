@@ -7,9 +7,9 @@ from pathlib import Path
 
 from llamajax.config.run import Config
 from llamajax.errors import EnvironmentMismatchError
-from llamajax.estimates.formulas import host_bytes, saved_host_bytes, state_host_bytes
+from llamajax.estimates.formulas import state_host_bytes
 from llamajax.estimates.host_memory import SHARE
-from llamajax.step.grouped_step import bytes_in_flight, uses_files
+from llamajax.step.layer_groups import needed_host_bytes
 from llamajax.step.resolve import resolve_planned
 from llamajax.units import format_bytes
 
@@ -36,11 +36,9 @@ def prepare(config: Config) -> str | None:
         os.environ.setdefault(VARIABLE, str(int(SHARE * total) >> 30))
         return f"up to {os.environ[VARIABLE]} GiB, because hardware.gpu does not name the GPU"
     run = resolve_planned(config)
-    needed = host_bytes(run.config, run.mesh)
+    needed = needed_host_bytes(run.config, run.mesh)
     if config.checkpoint.local_dir is not None:  # its saves begin with a copy of the state
         needed += state_host_bytes(run.config, run.mesh)
-    if uses_files(run.config):
-        needed += bytes_in_flight(run) - saved_host_bytes(run.config, run.mesh)
     needed *= hardware.gpus_per_node
     if needed > SHARE * total:
         raise EnvironmentMismatchError(

@@ -30,6 +30,7 @@ from llamajax.kernels.choice import Site, can_fuse, choose
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.tensor import SHARED
+from llamajax.step.layer_groups import further_card_bytes, needed_host_bytes
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.step.offload_form import OffloadChoice, offload_form, step_seconds
 from llamajax.step.pipeline_forms import head_form, pipeline_form
@@ -171,7 +172,7 @@ def _fastest_with_offload(config: Config, axes: Mapping[str, int], budget: float
         choice = offload_choice(tried, axes, budget)
         tried = dataclasses.replace(tried, offload=choice.offload)
         tried = _in_forms(tried, stack=stack_form(tried, axes, budget)[0])
-        if _fits(tried, axes, budget) and host_bytes(tried, axes) <= host_room(tried):
+        if _fits(tried, axes, budget) and needed_host_bytes(tried, axes) <= host_room(tried):
             found[remat] = step_seconds(tried, axes)
     return min(found, key=lambda remat: found[remat]) if found else "full"
 
@@ -359,7 +360,9 @@ def formula_bytes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
     """Returns `expected_bytes` of the step as GPUs compute it."""
     form, _ = sequence_form(config, axes)
     scores = 0 if can_fuse(config.model, axes, form) else MAX_CHUNK_SCORES
-    return expected_bytes(config, axes, max_chunk_scores=scores, max_chunk_logits=MAX_CHUNK_LOGITS)
+    expected = expected_bytes(config, axes, max_chunk_scores=scores, max_chunk_logits=MAX_CHUNK_LOGITS)
+    expected["activations"] += further_card_bytes(config, axes)
+    return expected
 
 
 def _fits(config: Config, axes: Mapping[str, int], budget: float | None) -> bool:

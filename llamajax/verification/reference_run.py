@@ -13,7 +13,8 @@ from llamajax.config.run import Config
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
 from llamajax.step.batch import FIELDS, Batch, batch_sharding
-from llamajax.step.grouped_step import compile_grouped, uses_files
+from llamajax.step.grouped_step import compile_grouped
+from llamajax.step.layer_groups import uses_files
 from llamajax.step.optim import moments
 from llamajax.step.resolve import ResolvedRun, resolve
 from llamajax.step.stage import Total

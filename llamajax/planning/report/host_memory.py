@@ -13,7 +13,7 @@ from llamajax.estimates.gpus import planned_gpu
 from llamajax.estimates.machine import planned_machine
 from llamajax.estimates.nvme import needed_bandwidth, yearly_bytes
 from llamajax.planning.plan import Schedule
-from llamajax.step.grouped_step import uses_files, written_bytes
+from llamajax.step.layer_groups import uses_files, written_bytes
 from llamajax.step.resolve import offload_choice
 from llamajax.units import format_bytes
 
@@ -59,7 +59,7 @@ def host_figures(config: Config, schedule: Schedule) -> dict[str, Any] | None:
         "forward_s": None if choice.chosen is None else choice.chosen.costs.forward_s,
         "card_room_bytes": None if choice.chosen is None else int(choice.chosen.limits.card_bytes),
         "host_room_bytes": None if math.isinf(memory.host_room_bytes) else int(memory.host_room_bytes),
-        "nvme_bytes": written_bytes(run) if uses_files(run.config) else None,
+        "nvme_bytes": written_bytes(run.config, run.mesh) if uses_files(run.config) else None,
     }
 
 
