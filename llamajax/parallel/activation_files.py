@@ -14,7 +14,7 @@ import queue
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -200,8 +200,8 @@ class ActivationFiles:
         return [thread for lane in self._lanes.values() for thread in lane.threads]
 
     def store(self, arrays: Sequence[jax.Array]) -> list[Value]:
-        """Starts to write arrays; the caller drops them. An array that is already there, as this or another object with
-        the same buffers, is written once.
+        """Starts to write arrays; the caller drops them. An array that is already there, as this object or, once it is
+        computed, as another one with the same buffers, is written once.
 
         Returns:
             A value for each array, to be given to `load` and `take` once.
@@ -279,15 +279,10 @@ class ActivationFiles:
             thread.join()
 
     def _stored(self, array: jax.Array) -> Value:
-        key = (array.shape, array.dtype, tuple((x.device, x.data.unsafe_buffer_pointer()) for x in array.addressable_shards))
-        known = self._known.get(key)
-        if (
-            known is not None
-            and (holder := known.known()) is not None
-            and not holder.is_deleted()
-            and not known.is_requested
-        ):
-            return known
+        keys = list(_keys(array))
+        for known in (self._known[key] for key in keys if key in self._known):
+            if not known.is_requested and known.held() is not None:
+                return known
         pieces, shards = list[_Piece](), array.addressable_shards
         for shard in shards:
             lane, num_bytes = self._lanes[shard.device], shard.data.nbytes
@@ -300,7 +295,7 @@ class ActivationFiles:
             )
         like = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
         value = Value(like, pieces, array, weakref.ref(array), unwritten=len(pieces))
-        self._known[key] = value
+        self._known |= dict.fromkeys(keys, value)
         for index, piece in enumerate(pieces):
             piece.lane.writes.put(partial(_write, self._shared, value, index))
         return value
@@ -328,6 +323,15 @@ def shared_files(
     if (files := _SHARED.get(key)) is None:
         files = _SHARED[key] = ActivationFiles(folder, devices, capacity=capacity, note=note)
     return files
+
+
+def _keys(array: jax.Array) -> Iterator[Any]:
+    """Yields what tells an array from others while it exists. The place of its buffers does only when it is computed: jax
+    waits for it with Python's lock held, which other threads may need for that computation to end."""
+    yield id(array)
+    if array.is_ready():
+        buffers = tuple((shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards)
+        yield array.shape, array.dtype, buffers
 
 
 def _gone() -> None:

@@ -119,6 +119,7 @@ def test_an_array_is_written_once(files):
     """The same object, and another one with the same buffers; an equal array elsewhere is another one."""
     array = sharded(np.ones((8, 64), np.float32), "fsdp")
     alias = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [x.data for x in array.addressable_shards])
+    jax.block_until_ready([array, alias])
     first, second = files.store([array, alias]), files.store([array, sharded(np.ones((8, 64), np.float32), "fsdp")])
     assert first[0] is first[1] is second[0] is not second[1]
     files.settle([*first, *second])
@@ -131,6 +132,21 @@ def test_an_array_is_written_once(files):
         for found in files.take(values):
             np.testing.assert_array_equal(found, like)
     assert files.bytes_read == 2 * like.nbytes
+
+
+def test_no_call_waits_for_a_computation(files):
+    """Python's lock is held meanwhile in some of jax's calls, and other threads may need it for the computation to end."""
+    start = jax.device_put(np.ones((8, 512, 512), np.float32), jax.P("fsdp"))
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.einsum("bij,bjk->bik", y, x) / 512, x)).lower(start)
+    compiled = long.compile()
+    pending = compiled(start)
+    array = pending + 1
+    values = files.store([array])
+    assert not pending.is_ready()
+    files.load(values)
+    assert files.take(values)[0] is array
+    assert not pending.is_ready()
+    pending.block_until_ready()
 
 
 def slow(seconds, monkeypatch):

@@ -80,10 +80,9 @@ def check(folder, mesh, remat, steps, changes) -> tuple[GroupedStep, Any]:
 
 
 def test_the_state_is_that_of_one_program(tmp_path):
-    """With micro-batches, gradients reduced at the end, frozen weights and clipping."""
+    """With micro-batches, frozen weights and clipping."""
     changes = {
-        "parallel.grad_reduce": "step", "train.frozen": ("embedding", "layers.mlp."), "train.z_loss_weight": 1e-3,
-        "optimizer.grad_clip_norm": 0.1,
+        "train.frozen": ("embedding", "layers.mlp."), "train.z_loss_weight": 1e-3, "optimizer.grad_clip_norm": 0.1,
     }  # fmt: skip
     step, config = check(tmp_path, "mixed", "save_attention", 2, changes)
     model = config.model
