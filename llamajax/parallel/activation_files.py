@@ -290,8 +290,8 @@ class ActivationFiles:
         if (total := sum(lane.space.end for lane in self._lanes.values())) > self._capacity:
             raise DiskError(
                 f"offload.tiers.nvme_dir: saved values take {format_bytes(total)} in {self._folder}, more than"
-                f" {format_bytes(self._capacity)}, its free space or offload.tiers.nvme_bytes; free or allow more, or name"
-                " fewer values in offload.activations"
+                f" {format_bytes(self._capacity)}, its free space or this process's part of offload.tiers.nvme_bytes; free"
+                " or allow more, or name fewer values in offload.activations"
             )
         like = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
         value = Value(like, pieces, array, weakref.ref(array), unwritten=len(pieces))

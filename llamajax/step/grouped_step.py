@@ -37,8 +37,8 @@ from llamajax.step import host_state
 from llamajax.step.batch import Batch
 from llamajax.step.compile import Option, abstract_batch, compile_with, compiler_options
 from llamajax.step.frozen import combine
-from llamajax.step.loss import losses
 from llamajax.step.layer_groups import IN_FLIGHT, Group, groups_of
+from llamajax.step.loss import losses
 from llamajax.step.pipeline import Sums, add_gradients, with_attributes
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
@@ -240,6 +240,8 @@ def compile_grouped(
     embeds_back = jax.jit(partial(_embed_back, config), donate_argnums=4).trace(weights, batch, index, x, total)
     devices = [device for device in jax.sharding.get_mesh().devices.flat if device.process_index == jax.process_index()]
     assert tiers.nvme_dir is not None
+    own_share = min(1.0, len(devices) / config.hardware.gpus_per_node)
+    room = None if tiers.nvme_bytes is None else own_share * tiers.nvme_bytes
     step = GroupedStep(
         begin=compiled(begins),
         embed=compiled(embeds),
@@ -248,7 +250,7 @@ def compile_grouped(
         embed_back=compiled(embeds_back),
         end=compiled(ends),
         micro_batches=config.train.grad_accum_steps,
-        files=shared_files(tiers.nvme_dir, devices, tiers.nvme_bytes, note),
+        files=shared_files(tiers.nvme_dir, devices, room, note),
     )
     return step, options
 

@@ -16,7 +16,6 @@ from llamajax.estimates.formulas import (
     copy_bytes,
     expected_bytes,
     gathered_layer_bytes,
-    host_bytes,
     layer_matrix_bytes,
     mesh_sizes,
     params_gathered_once,

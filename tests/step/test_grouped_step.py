@@ -11,8 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from llamajax.config.machine import HardwareConfig
-from llamajax.config.offload import OffloadConfig, TiersConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, DiskError
@@ -20,17 +18,8 @@ from llamajax.parallel import activation_files
 from llamajax.parallel.activation_files import ActivationFiles
 from llamajax.parallel.host_memory import KIND
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.grouped_step import (
-    IN_FLIGHT,
-    Group,
-    GroupedStep,
-    GroupPrograms,
-    bytes_in_flight,
-    compile_grouped,
-    groups_of,
-    written_bytes,
-)
-from llamajax.step.resolve import resolve_planned
+from llamajax.step.grouped_step import GroupedStep, GroupPrograms, compile_grouped
+from llamajax.step.layer_groups import IN_FLIGHT, Group
 from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import train_step
 from tests.step.test_offload import MESHES, SAVED
@@ -273,52 +262,10 @@ def test_the_peak_of_saved_values_falls_by_28_percent(tmp_path, width, layers):
     assert watched.host_peak <= (IN_FLIGHT + 1) * watched.largest
 
 
-def planned(**changes):
-    """A model of 7 billion parameters on eight GPUs, whose values wait on a disk."""
-    config = tiny_config(
-        mesh=MeshConfig(),
-        hardware=HardwareConfig(gpu="h200"),
-        train=TrainConfig(num_steps=10, global_batch_size=64),
-        offload=OffloadConfig(activations=("input", "attention"), tiers=TiersConfig(nvme_dir="unused")),
-    )
-    model = {
-        "embed_dim": 4096, "mlp_dim": 11008, "num_layers": 32, "num_heads": 32, "num_kv_heads": 32, "head_dim": 128,
-        "max_seq_len": 4096, "remat": "save_attention", "compute_dtype": "bfloat16",
-    }  # fmt: skip
-    return resolve_planned(config.changed({f"model.{name}": value for name, value in model.items()} | changes))
-
-
-def test_groups_have_at_least_64_mib_and_cover_all_layers():
-    long = groups_of(planned(**{"data.seq_len": 4096}))
-    assert [(group.start, group.count) for group in long] == [(layer, 1) for layer in range(32)]
-    assert [group.is_away for group in long] == [True] * 31 + [False]
-    short = groups_of(planned(**{"data.seq_len": 128}))  # 8 * 128 tokens of 2 * 4096 + 64 numbers: 16.1 MiB
-    assert [(group.start, group.count) for group in short] == [(4 * place, 4) for place in range(8)]
-    tiny = groups_of(planned(**{"data.seq_len": 16}))
-    assert [(group.count, group.is_away) for group in tiny] == [(16, True), (16, False)]
-    odd = groups_of(planned(**{"model.num_layers": 5}), size=2)
-    assert [(group.start, group.count, group.is_away) for group in odd] == [(0, 2, True), (2, 2, True), (4, 1, False)]
-
-
-def test_a_slow_disk_leaves_more_layers_in_memory():
-    counts = []
-    for bandwidth in (1e6, 1e9, 3e9, 1e10, 1e12):
-        run = planned(**{"data.seq_len": 4096, "hardware.nvme_bandwidth": bandwidth})
-        counts.append(sum(group.is_away for group in groups_of(run)))
-    assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (0, 31)
-    assert 0 < counts[1] < 31 or 0 < counts[2] < 31
-
-
-def test_bytes_follow_from_the_groups():
-    run = planned(**{"data.seq_len": 4096, "train.grad_accum_steps": 2})
-    layer = 4 * 4096 * 2 * (2 * 4096 + 32 * 2)  # input, attention's output, and the logarithm of its sums
-    assert written_bytes(run) == 31 * 2 * layer
-    assert bytes_in_flight(run) == 3 * layer
-
-
 def test_weights_on_the_host_are_refused(tmp_path):
-    run = planned()
+    config = run_config("1x4", "full", 1, {"offload.activations": ("input",), "offload.tiers.nvme_dir": str(tmp_path)})
+    jax.set_mesh(make_mesh(config.mesh))
+    run = resolved(config)
     offload = dataclasses.replace(run.config.offload, optimizer=1.0, parameters="all")
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, offload=offload))
     with pytest.raises(ConfigError, match=r"^offload.tiers.nvme_dir: .*; remove it, or set offload.parameters: none"):
