@@ -325,7 +325,7 @@ def shared_files(
     return files
 
 
-def _keys(array: jax.Array) -> Iterator[Any]:
+def _keys(array: Any) -> Iterator[Any]:
     """Yields what tells an array from others while it exists. The place of its buffers does only when it is computed: jax
     waits for it with Python's lock held, which other threads may need for that computation to end."""
     yield id(array)

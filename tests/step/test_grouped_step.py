@@ -254,7 +254,7 @@ def test_the_peak_of_saved_values_falls_by_28_percent(tmp_path, width, layers):
             "offload.tiers.nvme_dir": str(tmp_path),
         }
     )  # fmt: skip
-    step, _ = compile_grouped(resolved(config), abstract_state(config), size=1)
+    step, _ = compile_grouped(resolved(config), abstract_state(config), lambda config, *results: results, size=1)
     watched = Watched(step)
     watched.step(init_state(config), to_device(config, random_rows(config, 0)))
     assert watched.total > layers * 2 * 16 * 4 * 10 * width
