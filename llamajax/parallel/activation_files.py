@@ -210,7 +210,9 @@ class ActivationFiles:
             DiskError: the files would take more than they may, or the disk failed.
         """
         self._check()
-        self._known = {key: value for key, value in self._known.items() if value.held() is not None}
+        self._known = {
+            key: value for key, value in self._known.items() if value.held() is not None and not value.is_requested
+        }
         values = [self._stored(array) for array in arrays]
         for value in values:
             value.users += 1
@@ -280,9 +282,8 @@ class ActivationFiles:
 
     def _stored(self, array: jax.Array) -> Value:
         keys = list(_keys(array))
-        for known in (self._known[key] for key in keys if key in self._known):
-            if not known.is_requested and known.held() is not None:
-                return known
+        if (known := next((self._known[key] for key in keys if key in self._known), None)) is not None:
+            return known
         pieces, shards = list[_Piece](), array.addressable_shards
         for shard in shards:
             lane, num_bytes = self._lanes[shard.device], shard.data.nbytes

@@ -29,7 +29,7 @@ from llamajax.kernels.choice import Site, can_fuse, choose
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.tensor import SHARED
-from llamajax.step.layer_groups import further_card_bytes, needed_host_bytes
+from llamajax.step.layer_groups import further_card_bytes, needed_host_bytes, uses_files
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.step.offload_form import OffloadChoice, offload_form, step_seconds
 from llamajax.step.pipeline_forms import head_form, pipeline_form
@@ -217,7 +217,7 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
         return config.parallel.stack, "parallel.stack says so"
     away = _away(config, axes)
     if away is not None and config.mesh.num_cpu_devices is not None:
-        return "prefetch", f"{away} wait in host memory and return one layer ahead"
+        return "prefetch", f"{away} and return one layer ahead"
     if (given := config.given_form("stack")) is not None:
         return given
     shards, is_alone = num_parts("embed", axes), num_parts("micro_batch", axes) * num_parts("seq", axes) == 1
@@ -229,7 +229,7 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
         return "scan", f"there is nothing to gather or to reduce, and {num_layers} layers are too many without a loop"
     if away is not None:
         away = _away(_in_forms(config, stack=form), axes)
-        return form, f"{away} wait in host memory and return one layer ahead"
+        return form, f"{away} and return one layer ahead"
     if not _fits(_in_forms(config, stack=form), axes, budget):
         return "scan", f"{format_bytes(prefetched_bytes(config.model, axes))} for three layers' weights might not fit"
     if is_alone:
@@ -242,13 +242,13 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
 
 
 def _away(config: Config, axes: Mapping[str, int]) -> str | None:
-    """Returns the data of layers that wait in host memory for the layers' turn, in a few words; None: there are none."""
+    """Returns the data of layers that wait for the layers' turn, and where, in a few words; None: there are none."""
     parts = []
     if config.offload.names:
         parts.append(f"{format_bytes(saved_host_bytes(config, axes))} of saved values")
     if config.offload.parameters == "all":
         parts.append(f"{format_bytes(copy_bytes(config, axes)[1])} of weights")
-    return " and ".join(parts) or None
+    return f"{' and '.join(parts)} wait {'on the disk' if uses_files(config) else 'in host memory'}" if parts else None
 
 
 def sequence_form(config: Config, axes: Mapping[str, int]) -> tuple[SequenceForm, str]:

@@ -49,7 +49,9 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   direction), `exposed_copy_s`; `choices`, those that `offload: auto` compared by formulas, each with the share of the
   `state` and the `values` in host memory, the `fraction` of tokens whose values are saved, `card_bytes` and `host_bytes`,
   seconds of a layer's copies each way (`copy_s`) and of a layer in both passes (`layers_s`), `fits` and `is_chosen`; and
-  what they share: `forward_s` of a layer, `card_room_bytes` for saved values and `host_room_bytes`.
+  what they share: `forward_s` of a layer, `copy_bandwidth`, `card_room_bytes` for saved values and `host_room_bytes`; and
+  `disk`, null without `offload.tiers.nvme_dir`: `bytes` of a device's file, `written_bytes` of a step, the `layers` whose
+  values wait there, and `bandwidth` (null if unknown).
 - `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (relative to this
   plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
 - `ramp`, null without `train.global_batch_ramp`: its `phases`, the `steps`, `tokens` and `days` until the batch is full, and

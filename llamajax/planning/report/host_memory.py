@@ -11,10 +11,10 @@ from llamajax.config.run import Config
 from llamajax.estimates.formulas import mesh_sizes
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.estimates.machine import planned_machine
-from llamajax.estimates.nvme import needed_bandwidth, yearly_bytes
+from llamajax.estimates.nvme import needed_bandwidth, planned_disk, yearly_bytes
 from llamajax.planning.plan import Schedule
-from llamajax.step.layer_groups import uses_files, written_bytes
-from llamajax.step.resolve import offload_choice
+from llamajax.step.layer_groups import file_bytes, groups_of, uses_files, written_bytes
+from llamajax.step.resolve import ResolvedRun, offload_choice
 from llamajax.units import format_bytes
 
 GIB = 2**30
@@ -57,9 +57,22 @@ def host_figures(config: Config, schedule: Schedule) -> dict[str, Any] | None:
             for own in choice.candidates
         ],
         "forward_s": None if choice.chosen is None else choice.chosen.costs.forward_s,
+        "copy_bandwidth": None if choice.chosen is None else choice.chosen.limits.bandwidth,
         "card_room_bytes": None if choice.chosen is None else int(choice.chosen.limits.card_bytes),
         "host_room_bytes": None if math.isinf(memory.host_room_bytes) else int(memory.host_room_bytes),
-        "nvme_bytes": written_bytes(run.config, run.mesh) if uses_files(run.config) else None,
+        "disk": _disk_figures(run),
+    }
+
+
+def _disk_figures(run: ResolvedRun) -> dict[str, Any] | None:
+    disk = planned_disk(run.config)
+    if disk is None or not uses_files(run.config):
+        return None
+    return {
+        "bytes": file_bytes(run.config, run.mesh),
+        "written_bytes": written_bytes(run.config, run.mesh),
+        "layers": sum(group.count for group in groups_of(run.config, run.mesh) if group.is_away),
+        "bandwidth": None if math.isinf(disk.bandwidth) else disk.bandwidth,
     }
 
 
@@ -78,24 +91,26 @@ def summary(told: Mapping[str, Any], step_time_s: float, gpus_per_node: int) -> 
     )
 
 
-def disk_line(written: int, step_time_s: float) -> str:
-    """Returns what a step with `offload.tiers.nvme_dir` asks of a GPU's disk in one line.
-
-    Args:
-        written: bytes that a step writes for a GPU; the plan's program leaves them in host memory.
-        step_time_s: seconds of a step.
-    """
+def disk_line(disk: Mapping[str, Any], step_time_s: float, gpus_per_node: int) -> str:
+    """Returns what a step with `offload.tiers.nvme_dir` asks of the disks in one line."""
+    written = disk["written_bytes"]
     rate, a_year = needed_bandwidth(written, step_time_s), yearly_bytes(written, step_time_s)
+    promised = disk["bandwidth"]
+    known = "" if promised is None else f" (the disks write {promised / 1e9:.3g})"
     return (
-        f"a GPU writes {format_bytes(written)} of saved values per step, hidden at {rate / 1e9:.3g} GB/s or more, and"
-        f" {a_year / 1e15:.3g} PB in a year, which its disk's endurance must allow (SSDTrain, arXiv:2408.10013)"
+        f"files of {format_bytes(disk['bytes'])} per GPU, {format_bytes(disk['bytes'] * gpus_per_node)} per node, hold the"
+        f" values of the first {disk['layers']} layers; a GPU writes {format_bytes(written)} per step, hidden at"
+        f" {rate / 1e9:.3g} GB/s or more{known}, and {a_year / 1e15:.3g} PB in a year, which the disks must endure"
+        " (SSDTrain, arXiv:2408.10013)"
     )
 
 
 def table(told: Mapping[str, Any], new_table: Any) -> Table:
     """Returns the choices that were compared, by formulas."""
-    columns = "values", "tokens", "on the card", "on the host", "copies", "a layer", ""
-    found = new_table("what waits in host memory, by formulas", *columns, numbers=(2, 3, 4, 5, 6))
+    there = "on the disk" if told["disk"] else "on the host"
+    columns = "values", "tokens", "on the card", there, "copies", "a layer", ""
+    title = f"what waits {'on the disk' if told['disk'] else 'in host memory'}, by formulas"
+    found = new_table(title, *columns, numbers=(2, 3, 4, 5, 6))
     for own in told["choices"]:
         state = f"{own['state']:.0%} of weights and moments" if own["state"] else ""
         verdict = "chosen" if own["is_chosen"] else "" if own["fits"] else "does not fit"
@@ -109,10 +124,10 @@ def table(told: Mapping[str, Any], new_table: Any) -> Table:
 
 def closed_form(told: Mapping[str, Any]) -> str:
     """Returns the rule for the share of tokens in one line."""
-    room = told["host_room_bytes"]
+    room = None if told["disk"] else told["host_room_bytes"]
     of_host = "" if room is None else f", with {format_bytes(room)} of host memory per GPU"
     return (
         "the share of tokens that hides is min(B T - W, M / (n - s) - W) / V (MEMO, arXiv:2407.12117), with B ="
-        f" {told['bandwidth'] / 1e9:.3g} GB/s, T = {1e3 * told['forward_s']:.3g} ms, the forward pass of a layer{of_host};"
-        " W and V are the bytes of values that are saved whole, and of those saved by tokens"
+        f" {told['copy_bandwidth'] / 1e9:.3g} GB/s, T = {1e3 * told['forward_s']:.3g} ms, the forward pass of a"
+        f" layer{of_host}; W and V are the bytes of values that are saved whole, and of those saved by tokens"
     )

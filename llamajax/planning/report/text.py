@@ -177,8 +177,8 @@ def _print_host(told: Figures) -> None:
     if (host := told["host"]) is None:
         return
     log(f"host       {host_memory.summary(host, told['step_time_s'], told['gpus_per_node'])}")
-    if host["nvme_bytes"]:
-        log(f"disk       {host_memory.disk_line(host['nvme_bytes'], told['step_time_s'])}")
+    if host["disk"]:
+        log(f"disk       {host_memory.disk_line(host['disk'], told['step_time_s'], told['gpus_per_node'])}")
     if host["choices"]:
         _print(host_memory.table(host, _table))
         log(f"fraction   {host_memory.closed_form(host)}")

@@ -23,6 +23,8 @@ TOLD = {
          "copy_s": 0.0396, "layers_s": 0.289, "fits": True, "is_chosen": True},
     ],
     "forward_s": 0.0893,
+    "copy_bandwidth": 50e9,
+    "disk": None,
     "card_room_bytes": 36 * GIB,
     "host_room_bytes": 230 * GIB,
 }  # fmt: skip
@@ -58,8 +60,10 @@ def test_the_rule_for_the_share_of_tokens_is_told_with_its_numbers():
 
 def test_the_needs_of_a_disk_are_one_line():
     """10 GiB in steps of 2 s: all of it within one second, and 15.8 million steps in a year."""
-    line = host_memory.disk_line(10 * 2**30, 2.0)
+    disk = {"bytes": 5 * GIB, "written_bytes": 10 * GIB, "layers": 31, "bandwidth": 3.8e9}
+    line = host_memory.disk_line(disk, 2.0, 8)
     assert line.startswith(
-        "a GPU writes 10.0 GiB of saved values per step, hidden at 10.7 GB/s or more, and 169 PB in a year"
+        "files of 5.00 GiB per GPU, 40.0 GiB per node, hold the values of the first 31 layers; a GPU writes 10.0 GiB per"
+        " step, hidden at 10.7 GB/s or more (the disks write 3.8), and 169 PB in a year"
     )
-    assert "\n" not in line
+    assert "hidden at 10.7 GB/s or more, and" in host_memory.disk_line(disk | {"bandwidth": None}, 2.0, 8)
