@@ -173,7 +173,7 @@ def described(step: GroupedStep, nvme_dir: str) -> str:
     """Returns the groups of a step in one line."""
     groups = [own.group for own in step.groups]
     away = sum(group.is_away for group in groups)
-    return f"{len(groups)} of up to {groups[0].count} layers; values of the first {away} wait in {nvme_dir}"
+    return f"{len(groups)} of up to {groups[0].count} layers; {away} of them write saved values to {nvme_dir}"
 
 
 def compile_grouped(

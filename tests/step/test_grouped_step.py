@@ -263,7 +263,7 @@ def test_the_peak_of_saved_values_falls_by_28_percent(tmp_path, width, layers):
 
 
 def test_weights_on_the_host_are_refused(tmp_path):
-    config = run_config("1x4", "full", 1, {"offload.activations": ("input",), "offload.tiers.nvme_dir": str(tmp_path)})
+    config = run_config("fsdp", "full", 1, {"offload.activations": ("input",), "offload.tiers.nvme_dir": str(tmp_path)})
     jax.set_mesh(make_mesh(config.mesh))
     run = resolved(config)
     offload = dataclasses.replace(run.config.offload, optimizer=1.0, parameters="all")
