@@ -350,22 +350,26 @@ WRITES_FOREVER = """
 """
 
 
-def test_a_killed_process_leaves_nothing(tmp_path):
-    """At several moments of one process each."""
+@pytest.mark.parametrize(
+    "moments", [(0.0, 0.1), pytest.param([0.013 * number for number in range(20)], marks=pytest.mark.long)], ids=len
+)
+def test_a_killed_process_leaves_nothing(tmp_path, moments):
+    """One process for each moment, in seconds after it began to write."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     script = textwrap.dedent(WRITES_FOREVER.format(folder=str(tmp_path)))
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True)
-        for _ in range(2)
-    ]
-    for process, seconds in zip(processes, (0.0, 0.1), strict=True):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        process.stdout.close()
-        assert not list(tmp_path.iterdir())
+    for pair in zip(moments[::2], moments[1::2], strict=True):
+        processes = [
+            subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True)
+            for _ in pair
+        ]
+        for process, seconds in zip(processes, pair, strict=True):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(seconds)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+            process.stdout.close()
+            assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
