@@ -207,7 +207,6 @@ def test_an_array_in_the_memory_of_an_earlier_one_is_another(files):
         files.settle([value])
         stored.append(value)
         del array
-        gc.collect()
     assert len(places) < 30
     files.load(stored)
     assert [int(np.asarray(array)[0, 0]) for array in files.take(stored)] == list(range(30))
