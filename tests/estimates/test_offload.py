@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llamajax.config.offload import BY_TOKEN
+from llamajax.config.offload import BY_TOKEN, ActivationName
 from llamajax.estimates.offload import LayerCosts, Limits, best, hidden_fraction, placed
 
 GIB = 2**30
@@ -15,7 +15,7 @@ NAMES = ("input", "residual", "attention", "qkv", "gate_up")
 def random_case(rng):
     """Costs and limits of the same order, so that every limit binds in some cases."""
     names = NAMES[: rng.integers(1, 6)]
-    sizes = {name: rng.uniform(0.1, 4) for name in names}
+    sizes: dict[ActivationName, float] = {name: rng.uniform(0.1, 4) for name in names}
     costs = LayerCosts(
         forward_s=rng.uniform(0.1, 2),
         backward_s=rng.uniform(0.1, 4),

@@ -28,7 +28,7 @@ def on_host(x: jax.Array) -> jax.Array:
     return jax.jit(lambda x: moved(x, HOST))(x)
 
 
-def kind(x: jax.Array) -> str:
+def kind(x: jax.Array) -> str | None:
     return x.sharding.memory_kind
 
 

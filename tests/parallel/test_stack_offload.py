@@ -79,11 +79,14 @@ def test_what_is_small_stays_on_the_card():
     def part(matrix, carried, shared):
         return first_part(matrix, carried[0], shared), carried[1] + 1
 
+    made_first = policy(("projected",))
+    assert made_first is not None
+
     def run(weights, x):
         carried = x, jax.numpy.zeros(x.shape[:2], out_sharding=spec("batch", "seq"))
         return run_prefetching(
             PreparedWeights((weights, None)), (part, part), carried, [x],
-            dtype="float32", saved=policy(()), made_first=policy(("projected",)), names=NAMES, offloaded=ON_HOST,
+            dtype="float32", saved=policy(()), made_first=made_first, names=NAMES, offloaded=ON_HOST,
         )  # fmt: skip
 
     assert [value.shape for value in saved_on_host(run, x)] == [(3, *x.shape)]

@@ -3,14 +3,15 @@ that they copy nothing else and wait for none of it, as XLA has compiled them.""
 
 import functools
 import math
+from typing import Any
 
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.machine import HardwareConfig
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import ModelConfig, Remat
 from llamajax.config.offload import OffloadConfig
-from llamajax.config.parallel import MeshConfig, ParallelConfig
+from llamajax.config.parallel import MeshConfig, ParallelConfig, StackForm
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.estimates.formulas import host_bytes, layer_matrices, mesh_sizes, saved_host_bytes, trained_weights
@@ -27,7 +28,14 @@ EVERY = (*WHOLE, "qkv", "gate_up")
 LAYERS, TOKENS = 6, 4096
 
 
-def config(offload: OffloadConfig, *, stack="prefetch", remat="save_attention_qkv_mlp", gpus=8, **sections) -> Config:
+def config(
+    offload: OffloadConfig,
+    *,
+    stack: StackForm = "prefetch",
+    remat: Remat = "save_attention_qkv_mlp",
+    gpus: int = 8,
+    **sections: Any,
+) -> Config:
     """Layers of a Llama 7B, six of them, with four rows per GPU."""
     model = ModelConfig(
         vocab_size=32000, embed_dim=4096, mlp_dim=11008, num_layers=LAYERS, num_heads=32, num_kv_heads=32, head_dim=128,

@@ -126,7 +126,7 @@ def test_each_array_waits_where_the_formula_says(place):
 
 
 def test_copies_are_made_again_from_what_a_checkpoint_holds():
-    config = run_config("fsdp", offload=PLACES["parameters"], **{"model.compute_dtype": "bfloat16"})
+    config = run_config("fsdp", offload=PLACES["parameters"]).changed({"model.compute_dtype": "bfloat16"})
     jax.set_mesh(make_mesh(config.mesh))
     state = init_state(config)
     expected = host(state.copies)
