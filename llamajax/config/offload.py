@@ -1,4 +1,4 @@
-"""What waits in host memory while the GPU does not need it."""
+"""Settings of `offload`: data that waits in host memory, or on a disk, while the GPU does not need it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

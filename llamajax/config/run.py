@@ -64,7 +64,7 @@ class Config(Settings):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How devices share the work."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    """What waits in host memory."""
+    """Data that waits in host memory."""
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Several processes in one run."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

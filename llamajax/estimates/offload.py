@@ -31,7 +31,7 @@ class LayerCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the layers have to share."""
+    """Memory and bandwidth that the layers share."""
 
     layers: int
     staying: int

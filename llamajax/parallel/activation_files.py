@@ -66,7 +66,7 @@ class Value:
 
 @dataclass(eq=False)
 class _Shared:
-    """What the threads share."""
+    """State that all threads of a process share."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     """Lock of all values, notified when one of them is written or read."""

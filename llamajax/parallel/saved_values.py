@@ -1,4 +1,4 @@
-"""What a layer saves between its forward and its backward pass, and where it waits: on the card, or in host memory."""
+"""Saved values: a layer's forward pass makes them for its backward pass; meanwhile they are on card or host."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

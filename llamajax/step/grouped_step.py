@@ -33,7 +33,6 @@ from llamajax.parallel.sharding import spec
 from llamajax.parallel.stack import Layers, Stack
 from llamajax.parallel.vocabulary import look_up
 from llamajax.parallel.zero import PreparedWeights, gathered
-from llamajax.step import host_state
 from llamajax.step.batch import Batch
 from llamajax.step.compile import Option, abstract_batch, compile_with, compiler_options
 from llamajax.step.frozen import combine
@@ -259,11 +258,7 @@ def finish_step(config: Config, state: TrainState, total: Total) -> tuple[TrainS
     """Returns the results of `train_step` from the gradients and sums of all micro-batches."""
     metrics, sums = end(begin(config, state.weights), *total)
     count = jnp.maximum(metrics["tokens"], 1)
-    if host_state.is_away(state.model, state.opt_state):
-        state, update_metrics = apply_gradients(config, state, sums, metrics["tokens"], divisor=count)
-    else:
-        grads = jax.tree.map(lambda grad: grad / count, sums)
-        state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
+    state, update_metrics = apply_gradients(config, state, sums, metrics["tokens"], divisor=count)
     return state, metrics | update_metrics
 
 

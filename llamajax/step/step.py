@@ -138,17 +138,12 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
     """Runs one optimizer step.
 
     Returns:
-        The next state, and scalars: the metrics of `loss_and_grads`, `grad_norm` (before clipping), `learning_rate`,
+        The next state, and scalars: the metrics of `summed_gradients`, `grad_norm` (before clipping), `learning_rate`,
             `skipped_steps`, `skipped_in_a_row`.
     """
-    if not host_state.is_away(state.model, state.opt_state):
-        metrics, grads = loss_and_grads(run, state.model, batch)
-        state, update_metrics = apply_gradients(run.config, state, grads, metrics["tokens"])
-    else:
-        # Not divided here: rounded gradients would be rounded again.
-        metrics, sums = summed_gradients(run, state.weights, batch)
-        count = jnp.maximum(metrics["tokens"], 1)
-        state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], divisor=count)
+    metrics, sums = summed_gradients(run, state.weights, batch)
+    count = jnp.maximum(metrics["tokens"], 1)
+    state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], divisor=count)
     return state, metrics | update_metrics
 
 
@@ -160,6 +155,9 @@ def apply_gradients(
     tokens, are counted and leave weights and optimizer state unchanged."""
     trained, frozen = partition(config.train, state.model)
     chex.assert_trees_all_equal_shapes(grads, trained)
+    is_away = host_state.is_away(trained, state.opt_state)
+    if not is_away:  # otherwise rounded gradients would be rounded again; their update divides them
+        grads, divisor = jax.tree.map(lambda grad: grad / divisor, grads), 1
     squares = [total(lambda own, _: jnp.sum(jnp.square(own.astype(jnp.float32))), g) for g in jax.tree.leaves(grads)]
     grad_norm = jnp.sqrt(sum(squares)) / divisor
     finite = jnp.isfinite(grad_norm)
@@ -170,7 +168,7 @@ def apply_gradients(
 
     params: Any = trained
     copies = state.copies
-    if host_state.is_away(params, state.opt_state):
+    if is_away:
         optimizer = make_optimizer(config.optimizer, config.train.num_steps, whole=False)
         # The update of some weights would otherwise start before all gradients are there, and then wait for them.
         grads, scale = lax.optimization_barrier((grads, scale / divisor))

@@ -272,15 +272,15 @@ def _poison(does: str, token: str) -> None:
 
     from llamajax.step import step
 
-    loss_and_grads, factor = step.loss_and_grads, {"spike": 100.0}.get(does) or float(does)
+    summed_gradients, factor = step.summed_gradients, {"spike": 100.0}.get(does) or float(does)
 
     def poisoned(run: Any, model: Any, batch: Any) -> Any:
-        metrics, grads = loss_and_grads(run, model, batch)
+        metrics, grads = summed_gradients(run, model, batch)
         by = jnp.where(jnp.any(batch["tokens"] == int(token)), factor, 1.0)
         loss = metrics["loss"] * (by if does == "spike" else 1.0)
         return metrics | {"loss": loss}, jax.tree.map(lambda gradient: gradient * by, grads)
 
-    step.loss_and_grads = poisoned
+    step.summed_gradients = poisoned
 
 
 def _patch_disk(write: Any) -> None:

@@ -269,4 +269,4 @@ def test_weights_on_the_host_are_refused(tmp_path):
     offload = dataclasses.replace(run.config.offload, optimizer=1.0, parameters="all")
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, offload=offload))
     with pytest.raises(ConfigError, match=r"^offload.tiers.nvme_dir: .*; remove it, or set offload.parameters: none"):
-        compile_grouped(run, None)  # type: ignore[arg-type]
+        compile_grouped(run, abstract_state(config))

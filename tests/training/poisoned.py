@@ -29,14 +29,14 @@ _NAN, _SPIKE = 77_777, 88_888
 
 def poison(nan=(), spike=(), kill=None, rows=None):
     """Patches what this process trains with."""
-    clean_row, clean_loss, next_row = Dataset.train_row, step.loss_and_grads, loader.next_row
+    clean_row, clean_loss, next_row = Dataset.train_row, step.summed_gradients, loader.next_row
     write = rollback.write_atomically
 
     def train_row(self, position):
         row, segment = clean_row(self, position), _NAN if position in nan else _SPIKE if position in spike else None
         return row if segment is None else row | {"segment_ids": np.full_like(row["segment_ids"], segment)}
 
-    def loss_and_grads(run, model, batch):
+    def summed_gradients(run, model, batch):
         metrics, grads = clean_loss(run, model, batch)
         is_nan, is_spike = (jnp.any(batch["segment_ids"] == segment) for segment in (_NAN, _SPIKE))
         factor = jnp.where(is_nan, jnp.nan, 1.0)
@@ -56,7 +56,7 @@ def poison(nan=(), spike=(), kill=None, rows=None):
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, *chunks)
 
-    Dataset.train_row, step.loss_and_grads, loader.next_row = train_row, loss_and_grads, note_next_row
+    Dataset.train_row, step.summed_gradients, loader.next_row = train_row, summed_gradients, note_next_row
     rollback.write_atomically = write_and_die
 
 

@@ -1,4 +1,4 @@
-"""What is assumed, and not measured, about the GPUs of a plan."""
+"""Remarks of a plan on figures of its GPUs that are assumed, not measured."""
 
 from llamajax.config.run import Config
 from llamajax.estimates.machine import planned_machine
