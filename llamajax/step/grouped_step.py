@@ -172,7 +172,7 @@ def described(step: GroupedStep, nvme_dir: str) -> str:
     """Returns the groups of a step in one line."""
     groups = [own.group for own in step.groups]
     away = sum(group.is_away for group in groups)
-    return f"{len(groups)} of up to {groups[0].count} layers; {away} of them write saved values to {nvme_dir}"
+    return f"{len(groups)} of up to {groups[0].count} layers; saved values of {away} of them wait in {nvme_dir}"
 
 
 def compile_grouped(
