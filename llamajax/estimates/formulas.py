@@ -150,8 +150,9 @@ def trained_weights(train: TrainConfig, model: ModelConfig) -> dict[str, int]:
 
 
 def state_bytes(config: Config) -> int:
-    """Returns the bytes of all weights and moments."""
-    return sum(_state_bytes(config, dict.fromkeys(AXES, 1)))
+    """Returns the bytes of all weights and moments, wherever they wait; a checkpoint has them all."""
+    whole = dict.fromkeys(AXES, 1)
+    return sum(_state_bytes(config, whole)) + state_host_bytes(config, whole)
 
 
 def minimum_state_bytes(config: Config) -> int:

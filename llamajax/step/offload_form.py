@@ -196,7 +196,7 @@ def _as_told(offload: OffloadConfig) -> str:
     parts = [_told(", ".join(offload.names), offload.saved_share)] if offload.names else []
     parts += [f"{offload.state_share:.0%} of weights and moments"] if offload.state_share else []
     parts += ["copies and gradients of layers"] if offload.parameters == "all" else []
-    return f"{' and '.join(parts)}: offload says so" if parts else ""
+    return f"{'; '.join(parts)}: offload says so" if parts else ""
 
 
 def _reason(chosen: Candidate) -> str:

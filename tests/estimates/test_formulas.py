@@ -149,6 +149,12 @@ def test_what_is_alive_in_turn_counts_once():
     assert large["temporaries"] == scan["temporaries"]
 
 
+@pytest.mark.parametrize("share", ["none", 0.6, 1.0])
+def test_a_checkpoint_has_the_state_wherever_it_waits(share):
+    run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=8)).changed({"offload.optimizer": share})
+    assert formulas.state_bytes(run) == 12 * formulas.num_params(run.model)
+
+
 def test_what_is_frozen_has_weights_alone():
     run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=8))
     frozen = run.changed({"train.frozen": ("embedding", "norm", "w_down")})
