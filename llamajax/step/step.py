@@ -158,8 +158,7 @@ def apply_gradients(
     is_away = host_state.is_away(trained, state.opt_state)
     if not is_away:  # otherwise rounded gradients would be rounded again; their update divides them
         grads, divisor = jax.tree.map(lambda grad: grad / divisor, grads), 1
-    squares = [total(lambda own, _: jnp.sum(jnp.square(own.astype(jnp.float32))), g) for g in jax.tree.leaves(grads)]
-    grad_norm = jnp.sqrt(sum(squares)) / divisor
+    grad_norm = global_norm(grads) / divisor
     finite = jnp.isfinite(grad_norm)
     applied = finite & (tokens > 0)
     scale = jnp.ones(())
@@ -197,6 +196,12 @@ def apply_gradients(
         "skipped_steps": state.skipped_steps,
         "skipped_in_a_row": state.skipped_in_a_row,
     }
+
+
+def global_norm(grads: Llama) -> jax.Array:
+    """Returns the norm of all gradients together, float32, of those in host memory too."""
+    squares = [total(lambda own, _: jnp.sum(jnp.square(own.astype(jnp.float32))), g) for g in jax.tree.leaves(grads)]
+    return jnp.sqrt(sum(squares))
 
 
 @jax.jit

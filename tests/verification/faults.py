@@ -247,7 +247,7 @@ def stale_moments(after: int):
 
 def norm_without_one_part():
     """Gradients are clipped by a norm that half of the sum is missing from."""
-    return _where_several(step.optax.tree, "norm", lambda right: lambda tree: right(tree) / 2**0.5)
+    return _where_several(step, "global_norm", lambda right: lambda grads: right(grads) / 2**0.5)
 
 
 def _where_several(target: Any, name: str, make: Callable[[Any], Any]):
