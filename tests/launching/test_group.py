@@ -55,7 +55,7 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_told(tmp_path, monkeypa
     assert capfd.readouterr().err == f"launch     process 1 (pid {left.process.pid}) {told}\n"
 
 
-@pytest.mark.parametrize("pause_s", [0.1, 3.0])
+@pytest.mark.parametrize("pause_s", [0.1, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_time_in_which_all_stood_still_is_nobodys_fault(tmp_path, monkeypatch, pause_s):
     """A process is past its limit when all go on, and says at once that it has another; but not one that only is late."""
     body = """

@@ -89,7 +89,7 @@ def test_steps_are_those_of_a_state_on_the_card(mesh, place, steps):
     assert len(copies) == (6 if copies else 0)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["all", *(pytest.param(one, marks=pytest.mark.slow) for one in PLACES if one != "all")])
 def test_it_starts_from_the_same_bits(place):
     config = run_config("tensor")
     jax.set_mesh(make_mesh(config.mesh))

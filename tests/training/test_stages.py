@@ -122,9 +122,8 @@ def test_tokens_and_epochs_add_up_over_the_stages(unbroken):
 @pytest.mark.parametrize(
     "step",
     [
-        4,
-        *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 8, 9)),
-        *(pytest.param(step, marks=pytest.mark.long) for step in (6, 7, 11)),
+        *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 8, 9)),
+        *(pytest.param(step, marks=pytest.mark.long) for step in (3, 6, 7, 11)),
     ],
 )
 def test_a_run_goes_on_in_the_middle_of_a_stage_at_its_boundary_and_beside_it(unbroken, tmp_path, step):
