@@ -89,7 +89,7 @@ SHARED = {"mesh": MeshConfig(fsdp=-1, tensor=4)}
         ("none", {}, 1),
         pytest.param("full", {}, 1, marks=pytest.mark.long),
         pytest.param("save_attention_qkv_mlp", {}, 1, marks=pytest.mark.long),
-        ("save_attention", {"parallel.stack": "scan"}, 1),
+        pytest.param("save_attention", {"parallel.stack": "scan"}, 1, marks=pytest.mark.long),
         ("save_attention_qkv_mlp", {"parallel.stack": "scan"}, 0),
         ("full", SHARED | {"parallel.tensor": "collective"}, 1),
         ("full", SHARED | {"parallel.tensor": "ring"}, 0),

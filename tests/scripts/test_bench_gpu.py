@@ -168,7 +168,7 @@ def test_batches_are_packed_rows_whose_documents_end_without_a_target():
             ["attention_backward_keys", "attention_backward_queries"],
             marks=pytest.mark.slow,
         ),
-        pytest.param(False, "plain", [], [], marks=pytest.mark.slow),
+        pytest.param(False, "plain", [], [], marks=pytest.mark.long),
     ],
 )
 def test_fused_attention_is_found_in_what_xla_compiles_for_gpus(packed, kernel, forward, backward):
@@ -370,7 +370,7 @@ def is_there(group: int) -> bool:
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_learn_the_same_whatever_they_choose(tmp_path):
     """With several micro-batches and everything computed again: as with one and nothing, and as each other."""
     case = Case(model=TOY, seq_len=128, packed=True)

@@ -170,9 +170,14 @@ def test_runs_on_a_gpu_take_the_kernels_that_plans_take():
     assert [planned_kernel(resolve_planned(config))[0] for config in on_gpu] == ["cudnn", "pallas", "cudnn"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-@pytest.mark.parametrize("changes", calibrate_gpu.RUNS["gpu"].values(), ids=calibrate_gpu.RUNS["gpu"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, id=name, marks=pytest.mark.slow if "32,768" in name else pytest.mark.long)
+        for name, changes in calibrate_gpu.RUNS["gpu"].items()
+    ],
+)
 def test_the_runs_fit_the_smallest_card(changes):
     step = compile_for(resolve_planned(BASE.changed(changes | {"hardware.gpu": "a100-40gb"})))
     assert memory_plan(step, parse(step.hlo)).fits

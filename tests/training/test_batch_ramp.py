@@ -150,7 +150,7 @@ def test_a_loop_of_ones_own_takes_the_same_steps(unbroken, tmp_path):
     assert losses == runs.losses(unbroken.parent / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/training/test_stages.py has it for rows of several lengths in CI
 def test_a_run_killed_around_boundaries_ends_like_the_unbroken_one(tmp_path):
     path, run_dir = written(tmp_path), tmp_path / "killed"
     runs.finish(runs.start(path))

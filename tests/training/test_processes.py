@@ -107,8 +107,7 @@ def test_four_processes_train_as_one(losses, form):
     check(losses(4, BY_FOUR)[form], losses(1, tuple(FORMS))[form])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_with_a_stage_each_or_half_a_stage_train_as_one(losses, count):
     (form,) = names = tuple(STAGED)
     check(losses(count, names)[form], losses(1, names)[form])

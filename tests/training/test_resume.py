@@ -240,8 +240,7 @@ def test_two_processes_train_like_one(unbroken, tmp_path):
     assert_close_to_unbroken(unbroken, run_dir)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_process_ends_the_others_training_with_one_line(unbroken, tmp_path, victim):
     run_dir = tmp_path / "run"
     processes = start_two(unbroken, f"--run_dir={run_dir}")

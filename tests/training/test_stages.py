@@ -122,8 +122,8 @@ def test_tokens_and_epochs_add_up_over_the_stages(unbroken):
 @pytest.mark.parametrize(
     "step",
     [
-        *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 8, 9)),
-        *(pytest.param(step, marks=pytest.mark.long) for step in (3, 6, 7, 11)),
+        *(pytest.param(step, marks=pytest.mark.slow) for step in (8, 9)),
+        *(pytest.param(step, marks=pytest.mark.long) for step in (3, 4, 6, 7, 11)),
     ],
 )
 def test_a_run_goes_on_in_the_middle_of_a_stage_at_its_boundary_and_beside_it(unbroken, tmp_path, step):
@@ -147,7 +147,7 @@ def test_a_run_killed_around_boundaries_ends_like_the_unbroken_one(unbroken, tmp
     assert read(run_dir) == read(unbroken.parent / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/training/test_batch_ramp.py has it with longer rows and larger batches in CI
 def test_other_devices_take_over_in_every_stage(tmp_path):
     """Eight, four, two and eight again: same rows, tokens and epochs to the bit, losses but for the order of sums."""
     path, run_dir = staged_config(tmp_path, grad_accum_steps=1), tmp_path / "elastic"

@@ -276,11 +276,13 @@ def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(stack
     ("gpu", "kernel"),
     [
         ("rtx-4090", "pallas"),
-        *(pytest.param(gpu, "pallas", marks=pytest.mark.slow) for gpu in ("b200", "rtx-3090")),
-        *(pytest.param(gpu, "cudnn", marks=pytest.mark.slow) for gpu in ("b200", "rtx-5090", "rtx-3090")),
+        *(
+            pytest.param(gpu, kernel, marks=pytest.mark.slow)
+            for gpu, kernel in (("b200", "pallas"), ("rtx-5090", "cudnn"), ("rtx-3090", "cudnn"))
+        ),
         *(
             pytest.param(gpu, kernel, marks=pytest.mark.long)
-            for gpu, kernel in (("rtx-5090", "pallas"), ("rtx-4090", "cudnn"))
+            for gpu, kernel in (("rtx-5090", "pallas"), ("rtx-4090", "cudnn"), ("b200", "cudnn"), ("rtx-3090", "pallas"))
         ),
     ],
 )
