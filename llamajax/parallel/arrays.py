@@ -7,6 +7,8 @@ import jax
 from jax import P
 from jax.sharding import AbstractMesh, NamedSharding
 
+from llamajax.parallel.host_memory import KIND
+
 Tree = TypeVar("Tree")
 
 
@@ -24,8 +26,8 @@ def concretise(abstract_state: Tree, on_host: Sequence[bool] | None = None) -> T
 
     def leaf(array: jax.ShapeDtypeStruct, away: bool) -> jax.ShapeDtypeStruct:
         sharding = array.sharding
-        away = away or (sharding is not None and sharding.memory_kind == "pinned_host")
-        kind = "pinned_host" if away else None
+        away = away or (sharding is not None and sharding.memory_kind == KIND)
+        kind = KIND if away else None
         if sharding is None:
             sharding = NamedSharding(mesh, P())
         elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
