@@ -92,7 +92,7 @@ def kill_and_resume(config: pathlib.Path, run_dir: pathlib.Path, num_kills: int,
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_kills", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_killed_again_and_again_ends_like_the_unbroken_one(unbroken, tmp_path, num_kills):
     kill_and_resume(unbroken, tmp_path / "run", num_kills, seed=0)
     assert_same_end(unbroken, tmp_path / "run")
