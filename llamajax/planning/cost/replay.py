@@ -59,6 +59,7 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Sc
         comm_s=sum(use.seconds for use in uses),
         exposed_comm_s=sum(use.exposed_s for use in uses),
         exposed_copy_s=sum(seconds for key, seconds in tally.exposed.items() if key not in replayer.collectives),
+        exposed_host_copy_s=sum(seconds for key, seconds in tally.exposed.items() if key in replayer.host_copies),
         host_copies={lane: size for lane, size in tally.host_bytes.items() if size},
         wire_bytes=wire,
         flops=tally.flops,
@@ -176,6 +177,7 @@ class _Replayer:
         self.collectives: dict[Key, Collective] = {}
         self.is_sync: dict[Key, bool] = {}
         self.in_loop: set[Key] = set()
+        self.host_copies: set[Key] = set()
         self.latencies: dict[str, float] = {}
         self._programs: dict[str, list[_Op]] = {}
         self._closed: dict[str, _Tally] = {}
@@ -202,7 +204,9 @@ class _Replayer:
                     tally.count[op.key] += 1
                     tally.busy[op.key] += op.seconds
                     tally.num_bytes[op.kind] += op.num_bytes
-                    tally.host_bytes[op.lane] += op.num_bytes if op.lane in HOST_LANES else 0
+                    if op.lane in HOST_LANES:
+                        tally.host_bytes[op.lane] += op.num_bytes
+                        self.host_copies.add(op.key)
                     tally.flops += op.flops
                     tally.events.append(op.event(sent - begin, op.seconds))
                     if in_loop:

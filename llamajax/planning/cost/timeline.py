@@ -85,6 +85,8 @@ class Timeline:
     """Seconds of waiting for collectives."""
     exposed_copy_s: float
     """Seconds of waiting for asynchronous copies."""
+    exposed_host_copy_s: float
+    """Those of waiting for copies to and from host memory."""
     host_copies: dict[Lane, float]
     """Bytes that a device copies to and from host memory, by lane; empty if none."""
     wire_bytes: dict[LinkKind, float]

@@ -46,12 +46,12 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   `by_remat_on_card`: the same with all saved values on the card, for the policies with some in host memory.
 - `host`, null where nothing waits in host memory: `bytes` of a device, `bytes_per_node`, `node_memory_bytes` (null if
   unknown), `bandwidth` (bytes per second, each way) of a link and the `gpus_per_link` that share it, `copies` (bytes by
-  direction), `exposed_copy_s`; `choices`, those that `offload: auto` compared by formulas, each with the share of the
-  `state` and the `values` in host memory, the `fraction` of tokens whose values are saved, `card_bytes` and `host_bytes`,
-  seconds of a layer's copies each way (`copy_s`) and of a layer in both passes (`layers_s`), `fits` and `is_chosen`; and
-  what they share: `forward_s` of a layer, `copy_bandwidth`, `card_room_bytes` for saved values and `host_room_bytes`; and
-  `disk`, null without `offload.tiers.nvme_dir`: `bytes` of a device's file, `written_bytes` of a step, the `layers` whose
-  values wait there, and `bandwidth` (null if unknown).
+  direction), `exposed_copy_s` (of waiting for these copies); `choices`, those that `offload: auto` compared by formulas,
+  each with the share of the `state` and the `values` in host memory, the `fraction` of tokens whose values are saved,
+  `card_bytes` and `host_bytes`, seconds of a layer's copies each way (`copy_s`) and of a layer in both passes
+  (`layers_s`), `fits` and `is_chosen`; and what they share: `forward_s` of a layer, `copy_bandwidth`, `card_room_bytes`
+  for saved values and `host_room_bytes`; and `disk`, null without `offload.tiers.nvme_dir`: `bytes` of a device's file,
+  `written_bytes` of a step, the `layers` whose values wait there, and `bandwidth` (null if unknown).
 - `suggestions`, where it does not fit: `changes`, `peak_bytes`, `fits`, `step_time_s`, `step_time_ratio` (relative to this
   plan's), `gpu_time_ratio` (the same times devices), `flops_ratio`. All were compiled; the cheapest comes first.
 - `ramp`, null without `train.global_batch_ramp`: its `phases`, the `steps`, `tokens` and `days` until the batch is full, and

@@ -41,7 +41,7 @@ def host_figures(config: Config, schedule: Schedule) -> dict[str, Any] | None:
         "bandwidth": machine.host_link,
         "gpus_per_link": config.hardware.gpus_per_host_link,
         "copies": {lane: float(size) for lane, size in schedule.timeline.host_copies.items()},
-        "exposed_copy_s": schedule.timeline.exposed_copy_s,
+        "exposed_copy_s": schedule.timeline.exposed_host_copy_s,
         "choices": [
             {
                 "state": own.share,

@@ -251,13 +251,21 @@ HOST_COPIES = f"""\
 """
 
 
+def test_copies_within_the_device_are_not_those_of_the_host():
+    copy = "%c = (f32[1000000]{0}, f32[1000000]{0}, u32[]) copy-start(%w)\n%d = f32[1000000]{0} copy-done(%c)\n"
+    timeline = times(copy)
+    assert timeline.exposed_copy_s == timeline.step_time_s > 0
+    assert timeline.exposed_host_copy_s == 0
+    assert timeline.host_copies == {}
+
+
 def test_copies_to_the_host_and_back_have_a_lane_each():
     """They run at once in both directions, and queue within one; XLA is given the time of the whole queue."""
     timeline = times(HOST_COPIES)
     one = timeline.latencies["c"]
     assert one == pytest.approx(SHARE.kernel_s + 4e6 / MACHINE.host_link)
     assert timeline.host_copies == {"to_host": 8e6, "from_host": 4e6}
-    assert timeline.step_time_s == timeline.exposed_copy_s == pytest.approx(2 * one)
+    assert timeline.step_time_s == timeline.exposed_copy_s == timeline.exposed_host_copy_s == pytest.approx(2 * one)
     lanes = {event.name: event.lane for event in timeline.events if isinstance(event, Event) and event.kind == "copy"}
     assert lanes == {"a": "to_host", "b": "to_host", "c": "from_host"}
     assert timeline.latencies["a"] == timeline.latencies["b"] == pytest.approx(2 * one)

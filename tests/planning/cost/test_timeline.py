@@ -15,7 +15,7 @@ FIXTURE = pathlib.Path(__file__).parent.parent / "hlo" / "fsdp_jax_0.10.hlo"
 EMPTY = Timeline(
     host_copies={},
     step_time_s=12.0, compute_s=0.0, slowdown_s=0.0, comm_s=0.0, exposed_comm_s=0.0, exposed_copy_s=0.0,
-    wire_bytes={}, flops=0, rematerialized_flops=0,
+    exposed_host_copy_s=0.0, wire_bytes={}, flops=0, rematerialized_flops=0,
     compute_by_kind={}, elementwise_bytes=0, num_kernels=0,
     collectives=(), sync_collectives_in_loops=0, not_understood={}, events=(), latencies={},
 )  # fmt: skip

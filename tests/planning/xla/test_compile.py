@@ -210,7 +210,9 @@ def test_missing_tools_of_cuda_are_told_with_the_remedy(gpu_compiler, monkeypatc
 
 @pytest.mark.slow
 def test_what_is_suggested_was_compiled_and_fits(gpu_compiler):
-    too_large = CONFIG.changed({"model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 256})
+    too_large = CONFIG.changed(
+        {"model.num_layers": 2, "model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 512}
+    )
     assert not estimate(resolve_planned(too_large)).fits
     seconds: list[Config] = []
 
