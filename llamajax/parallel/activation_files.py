@@ -5,13 +5,8 @@ per device write and read it, each in the order of the calls. A value that is re
 from there: nothing is read, and a write that has not begun never happens.
 """
 
-import bisect
-import contextlib
-import errno
-import mmap
 import os
 import queue
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +20,9 @@ import numpy as np
 
 from llamajax import disk
 from llamajax.errors import DiskError
+from llamajax.parallel.block_file import BlockFile
 from llamajax.units import format_bytes
 
-BLOCK = 4096
-"""With O_DIRECT, addresses in memory, offsets in the file, and lengths are multiples of this."""
-_CHUNK = 8 << 20
-"""Bytes per system call."""
 Job = Callable[[], None]
 Device = Any
 """A `jax.Device`, which type checkers take for a variable."""
@@ -81,48 +73,15 @@ class _Shared:
             self.changed.notify_all()
 
 
-class _Space:
-    """The space of a file: first fit among what was given back, otherwise at the end."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._free: list[tuple[int, int]] = []
-        """Start and end of each free extent, in order; no two touch."""
-
-    def take(self, size: int) -> int:
-        """Returns the offset of `size` bytes."""
-        for place, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                self._free[place : place + 1] = [(start + size, end)] if end - start > size else []
-                return start
-        self.end += size
-        return self.end - size
-
-    def give_back(self, start: int, size: int) -> None:
-        end, place = start + size, bisect.bisect(self._free, (start, 0))
-        if place < len(self._free) and self._free[place][0] == end:
-            end = self._free.pop(place)[1]
-        if place and self._free[place - 1][1] == start:
-            place, start = place - 1, self._free.pop(place - 1)[0]
-        if size:
-            self._free.insert(place, (start, end))
-
-
 class _Lane:
     """A device's file and its threads."""
 
     def __init__(self, folder: Path, device: Device) -> None:
-        self.device, self.space = device, _Space()
-        self.file, self.is_direct = _open(folder)
+        self.device, self.file = device, BlockFile(folder)
         self.writes, self.reads = queue.SimpleQueue[Job | None](), queue.SimpleQueue[Job | None]()
-        self.staging = _aligned(_CHUNK)
-        """Memory to write from where an array's own does not do."""
-        self.is_staging = False
-        """Whether the disk needs memory that is aligned to blocks, which arrays are not."""
-        self.read_file = os.dup(self.file)
         self.threads = [
             threading.Thread(target=_serve, args=(jobs, file), name=f"nvme-{name}-{device.id}", daemon=True)
-            for name, jobs, file in (("write", self.writes, self.file), ("read", self.reads, self.read_file))
+            for name, jobs, file in (("write", self.writes, self.file.file), ("read", self.reads, self.file.read_file))
         ]
         for thread in self.threads:
             thread.start()
@@ -181,7 +140,7 @@ class ActivationFiles:
                 " local disk that this process may write to"
             ) from error
         self._capacity = about.f_bavail * about.f_frsize if capacity is None else capacity
-        if not all(lane.is_direct for lane in self._lanes.values()):
+        if not all(lane.file.is_direct for lane in self._lanes.values()):
             note(f"{self._folder} has no direct I/O: saved values pass through the page cache, which takes host memory")
 
     @property
@@ -255,7 +214,7 @@ class ActivationFiles:
                 if not value.users:
                     value.array, value.result, value.known, value.is_cancelled = None, None, _gone, True
                     for piece in value.pieces:
-                        piece.lane.space.give_back(piece.offset, _padded(piece.num_bytes))
+                        piece.lane.file.space.give_back(piece.offset, piece.num_bytes)
         if len(arrays) < len(values):
             self._check()
         return arrays
@@ -287,8 +246,8 @@ class ActivationFiles:
         pieces, shards = list[_Piece](), array.addressable_shards
         for shard in shards:
             lane, num_bytes = self._lanes[shard.device], shard.data.nbytes
-            pieces.append(_Piece(lane, shard.data.shape, num_bytes, lane.space.take(_padded(num_bytes))))
-        if (total := sum(lane.space.end for lane in self._lanes.values())) > self._capacity:
+            pieces.append(_Piece(lane, shard.data.shape, num_bytes, lane.file.space.take(num_bytes)))
+        if (total := sum(lane.file.space.end for lane in self._lanes.values())) > self._capacity:
             raise DiskError(
                 f"offload.tiers.nvme_dir: saved values take {format_bytes(total)} in {self._folder}, more than"
                 f" {format_bytes(self._capacity)}, its free space or this process's part of offload.tiers.nvme_bytes; free"
@@ -339,38 +298,6 @@ def _gone() -> None:
     return None
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK) * BLOCK
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Returns bytes that start at a block: those of anonymous memory start at a page."""
-    memory = mmap.mmap(-1, max(size, BLOCK))
-    with contextlib.suppress(OSError):  # not every kernel has huge pages, which are filled a few times faster
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
-def _open(folder: Path) -> tuple[int, bool]:
-    """Opens a file without a name; returns it, and whether it has direct I/O."""
-    try:
-        return _unnamed(folder, os.O_DIRECT), True
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return _unnamed(folder, 0), False
-
-
-def _unnamed(folder: Path, flags: int) -> int:
-    with contextlib.suppress(OSError):  # not every file system has O_TMPFILE; other errors come again
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
-    path = folder / f".llamajax-{secrets.token_hex(8)}"
-    try:
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | flags, 0o600)
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def _serve(jobs: "queue.SimpleQueue[Job | None]", file: int) -> None:
     """Runs jobs until there is None; the thread of a file."""
     try:
@@ -397,8 +324,7 @@ def _write(shared: _Shared, value: Value, index: int) -> None:
         data = np.ascontiguousarray(array.addressable_shards[index].data).reshape(-1).view(np.uint8)
         if value.is_cancelled:
             return
-        for start in range(0, piece.num_bytes, _CHUNK):
-            _write_chunk(piece.lane, data[start : start + _CHUNK], piece.offset + start)
+        piece.lane.file.write(data, piece.offset)
     except Exception as error:
         shared.fail("writing", error)
         return
@@ -410,38 +336,15 @@ def _write(shared: _Shared, value: Value, index: int) -> None:
         shared.changed.notify_all()
 
 
-def _write_chunk(lane: _Lane, data: np.ndarray, offset: int) -> None:
-    if not lane.is_staging and len(data) % BLOCK == 0:
-        try:
-            _write_all(lane.file, data, offset)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EFAULT):
-                raise
-            lane.is_staging = True
-    np.copyto(lane.staging[: len(data)], data)
-    _write_all(lane.file, lane.staging[: _padded(len(data))], offset)
-
-
-def _write_all(file: int, data: np.ndarray, offset: int) -> None:
-    while len(data):
-        written = os.pwrite(file, data.data, offset)
-        data, offset = data[written:], offset + written
-
-
 def _read(shared: _Shared, value: Value, index: int) -> None:
     """Reads a part of a value; the job of a reader."""
     piece, like = value.pieces[index], value.like
     if shared.is_closed or shared.failure is not None:
         return
     try:
-        data = _aligned(_padded(piece.num_bytes))
-        for start in range(0, piece.num_bytes, _CHUNK):
-            _read_all(
-                piece.lane.read_file, data[start : min(start + _CHUNK, _padded(piece.num_bytes))], piece.offset + start
-            )
+        data = piece.lane.file.read(piece.num_bytes, piece.offset)
         lies = jax.sharding.SingleDeviceSharding(piece.lane.device, memory_kind=like.sharding.memory_kind)
-        part = jax.device_put(data[: piece.num_bytes].view(like.dtype).reshape(piece.shape), lies)
+        part = jax.device_put(data.view(like.dtype).reshape(piece.shape), lies)
         with shared.changed:
             shared.bytes_read += piece.num_bytes
             value.read[index] = part
@@ -452,11 +355,3 @@ def _read(shared: _Shared, value: Value, index: int) -> None:
             shared.changed.notify_all()
     except Exception as error:
         shared.fail("reading", error)
-
-
-def _read_all(file: int, data: np.ndarray, offset: int) -> None:
-    while len(data):
-        read = os.preadv(file, [data.data], offset)
-        if not read:
-            raise OSError(errno.EIO, "the file is too short")
-        data, offset = data[read:], offset + read

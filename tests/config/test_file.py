@@ -392,7 +392,7 @@ def test_whatever_the_file_holds_is_a_configuration_or_a_mistake(everything):
     sample = "sample:\n  prompt: Once upon a time there was a quick brown fox that wrote a configuration\n"
     seeds = [MINIMAL + sample] * 9 + [dump_config(everything)]
     num_good = 0
-    for _ in range(1000):
+    for _ in range(2000):
         Path("my.yaml").write_bytes(mutated(seeds[rng.integers(len(seeds))], rng))
         with contextlib.suppress(ConfigError):
             read(Path("my.yaml"))

@@ -74,7 +74,7 @@ def test_no_choice_of_a_search_is_better(seed):
 def test_a_fine_search_finds_no_worse():
     """The steps of a search approach the exact choice from above."""
     rng = np.random.default_rng(0)
-    for _ in range(10):
+    for _ in range(30):
         costs, limits = random_case(rng)
         found, least = best(costs, limits), searched(costs, limits, 2000)
         slope = limits.layers * 2 * (sum(costs.sizes.values()) / limits.bandwidth + sum(costs.again_s.values()))

@@ -118,7 +118,7 @@ def _check_case(case: dict[str, Any], dtype: str, tolerance: float, by_kernel: A
         assert np.abs(own - true).max() <= tolerance * max(np.abs(true).max(), 1e-3), (name, case)
 
 
-@settings(max_examples=4, derandomize=True, deadline=None)
+@settings(max_examples=8, derandomize=True, deadline=None)
 @given(cases())
 def test_fp32_is_attention_by_its_definition(case):
     check_case(case, "float32", 1e-5)

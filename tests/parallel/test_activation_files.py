@@ -18,8 +18,9 @@ import pytest
 
 from llamajax.config.parallel import MeshConfig
 from llamajax.errors import DiskError
-from llamajax.parallel import activation_files
-from llamajax.parallel.activation_files import BLOCK, ActivationFiles, _Space
+from llamajax.parallel import block_file
+from llamajax.parallel.activation_files import ActivationFiles
+from llamajax.parallel.block_file import BLOCK
 from llamajax.parallel.mesh import make_mesh
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int32", "uint8", "int4", "bool", "complex64")
@@ -79,7 +80,7 @@ def test_arrays_come_back_to_the_last_bit(files):
 
 
 def test_an_array_of_several_chunks_comes_back(files, monkeypatch):
-    monkeypatch.setattr(activation_files, "_CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(block_file, "CHUNK", 2 * BLOCK)
     array = sharded(random_bytes((8, 5 * BLOCK + 77), "uint8"), ("data", "fsdp"))
     like, values = np.asarray(array).copy(), files.store([array])
     del array
@@ -96,7 +97,7 @@ def test_arrays_are_copied_only_where_the_disk_needs_it(tmp_path, monkeypatch):
         ActivationFiles(str(tmp_path), [device]),
         jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"),
     )
-    memory = activation_files._aligned(3 * BLOCK)
+    memory = block_file.aligned(3 * BLOCK)
     memory[:] = np.arange(3 * BLOCK) % 251
 
     def fussy(file, data, offset):
@@ -104,13 +105,13 @@ def test_arrays_are_copied_only_where_the_disk_needs_it(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, "refused")
         return write(file, data, offset)
 
-    monkeypatch.setattr(activation_files.os, "pwrite", fussy)
+    monkeypatch.setattr(block_file.os, "pwrite", fussy)
     for start in (0, 64):
         values = files.store([jax.device_put(memory[start : start + 2 * BLOCK], lies)])
         files.settle(values)
         files.load(values)
         np.testing.assert_array_equal(files.take(values)[0], memory[start : start + 2 * BLOCK])
-        assert files._lanes[device].is_staging == (start == 64)
+        assert files._lanes[device].file.is_staging == (start == 64)
     assert files.bytes_read == 2 * 2 * BLOCK
     files.close()
 
@@ -158,7 +159,7 @@ def slow(seconds, monkeypatch):
         time.sleep(seconds)
         return write(*given)
 
-    monkeypatch.setattr(activation_files.os, "pwrite", throttled)
+    monkeypatch.setattr(block_file.os, "pwrite", throttled)
     return begun
 
 
@@ -221,34 +222,15 @@ def test_space_is_used_again(files):
             files.settle(values)
             files.load(values)
             files.take(values)
-        ends.append([lane.space.end for lane in files._lanes.values()])
+        ends.append([lane.file.space.end for lane in files._lanes.values()])
     assert ends[0] == ends[-1] == [(2 + 1 + 3) * BLOCK] * 8
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_two_values_share_a_byte(seed):
-    """Of 2,000 random extents; all space is one extent when all is given back."""
-    rng, space, taken = np.random.default_rng(seed), _Space(), {}
-    for _ in range(2000):
-        if taken and rng.random() < 0.48:
-            start = list(taken)[rng.integers(len(taken))]
-            space.give_back(start, taken.pop(start))
-            continue
-        size = int(rng.integers(1, 20)) * BLOCK
-        start = space.take(size)
-        assert all(start + size <= other or other + length <= start for other, length in taken.items())
-        assert start + size <= space.end
-        taken[start] = size
-    for start, size in taken.items():
-        space.give_back(start, size)
-    assert space._free == [(0, space.end)]
 
 
 def failing(code, monkeypatch, name="pwrite"):
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(activation_files.os, name, fail)
+    monkeypatch.setattr(block_file.os, name, fail)
 
 
 @pytest.mark.parametrize(("code", "remedy"), [(errno.EIO, "check the disk"), (errno.ENOSPC, "free space there")])
@@ -280,7 +262,7 @@ def test_a_closed_descriptor_is_an_error(files):
     files.settle(values)
     del array
     for lane in files._lanes.values():
-        os.ftruncate(lane.file, 0)
+        os.ftruncate(lane.file.file, 0)
     files.load(values)
     with pytest.raises(DiskError, match="the file is too short"):
         files.take(values)
@@ -312,7 +294,7 @@ def test_a_file_system_without_direct_io_or_unnamed_files_will_do(tmp_path, monk
             raise OSError(errno.EINVAL if refused == "O_DIRECT" else errno.EOPNOTSUPP, "refused")
         return opened(path, flags, *mode)
 
-    monkeypatch.setattr(activation_files.os, "open", choosy)
+    monkeypatch.setattr(block_file.os, "open", choosy)
     files = ActivationFiles(str(tmp_path / "new"), jax.local_devices(), note=notes.append)
     assert not list((tmp_path / "new").iterdir())
     array = sharded(random_bytes((8, 100), "uint8"), "fsdp")

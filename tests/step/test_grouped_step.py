@@ -14,7 +14,7 @@ import pytest
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import TrainConfig
 from llamajax.errors import ConfigError, DiskError
-from llamajax.parallel import activation_files
+from llamajax.parallel import block_file
 from llamajax.parallel.activation_files import ActivationFiles
 from llamajax.parallel.host_memory import KIND
 from llamajax.parallel.mesh import make_mesh
@@ -168,7 +168,7 @@ def test_a_slow_disk_makes_the_step_wait_and_takes_no_memory(files, monkeypatch)
         time.sleep(0.01)
         return write(*given)
 
-    monkeypatch.setattr(activation_files.os, "pwrite", throttled)
+    monkeypatch.setattr(block_file.os, "pwrite", throttled)
     scene = Scene(files, 8, 1)
     assert scene.totals() == [88]
     assert scene.most <= IN_FLIGHT + 1
@@ -185,7 +185,7 @@ def test_a_full_disk_ends_the_step(files, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(activation_files.os, "pwrite", full)
+    monkeypatch.setattr(block_file.os, "pwrite", full)
     with pytest.raises(DiskError, match="No space left on device; free space there"):
         Scene(files, 8, 1).totals()
 

@@ -91,10 +91,15 @@ def kill_and_resume(config: pathlib.Path, run_dir: pathlib.Path, num_kills: int,
         assert starts(run_dir)[len(earlier_starts) :] in ([], [max(committed, default=0)])
 
 
+def test_a_run_killed_twice_ends_like_the_unbroken_one(unbroken, tmp_path):
+    kill_and_resume(unbroken, tmp_path / "run", num_kills=2, seed=0)
+    assert_same_end(unbroken, tmp_path / "run")
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_killed_again_and_again_ends_like_the_unbroken_one(unbroken, tmp_path, num_kills):
-    kill_and_resume(unbroken, tmp_path / "run", num_kills, seed=0)
+    kill_and_resume(unbroken, tmp_path / "run", num_kills, seed=1)
     assert_same_end(unbroken, tmp_path / "run")
 
 
@@ -240,7 +245,8 @@ def test_two_processes_train_like_one(unbroken, tmp_path):
     assert_close_to_unbroken(unbroken, run_dir)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_others_training_with_one_line(unbroken, tmp_path, victim):
     run_dir = tmp_path / "run"
     processes = start_two(unbroken, f"--run_dir={run_dir}")
