@@ -4,8 +4,8 @@ none changes its meaning within a version).
 Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares are between 0 and 1.
 
 - `schema_version`, `llamajax`, `jax_version`; `compiled`: false if XLA's compiler for GPUs is missing. Then `missing` says
-  so, `memory_estimate` (bytes by kind, `peak_bytes`, `fits`; by formulas) replaces the compiler's figures, and of the other
-  keys only those from formulas are present.
+  so, `memory_estimate` (bytes by kind, `peak_bytes`, `host`, `fits`; by formulas) replaces the compiler's figures, and of
+  the other keys only those from formulas are present.
 - The run: `run`, `gpu`, `nodes`, `gpus_per_node`, `num_devices`, `mesh` (axis: size), `num_params`, `tokens_per_step` (of
   all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
   evenly over all devices that can share them), `least_wire_bytes` (see `estimates.communication`), `checkpoint_bytes` (one
@@ -146,6 +146,10 @@ def estimated_figures(config: Config, missing: str) -> dict[str, Any]:
         "peak_bytes": memory.peak_bytes,
         "allowance_bytes": memory.allowance.total_bytes,
         "fits": memory.fits,
+        "host": {
+            "bytes": memory.host_bytes,
+            "host_room_bytes": None if math.isinf(memory.host_room_bytes) else int(memory.host_room_bytes),
+        },
     }
     return analytic_figures(run.config) | {
         "compiled": False,

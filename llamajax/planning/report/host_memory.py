@@ -91,6 +91,13 @@ def summary(told: Mapping[str, Any], step_time_s: float, gpus_per_node: int) -> 
     )
 
 
+def lack(host_bytes: float, room_bytes: float | None) -> str:
+    """Returns how much more of its host's memory a device needs than it may use; empty: it may use enough."""
+    if room_bytes is None or host_bytes <= room_bytes:
+        return ""
+    return f"{format_bytes(int(host_bytes))} of host memory per GPU, where {format_bytes(int(room_bytes))} may be used; "
+
+
 def disk_line(disk: Mapping[str, Any], step_time_s: float, gpus_per_node: int) -> str:
     """Returns what a step with `offload.tiers.nvme_dir` asks of the disks in one line."""
     written = disk["written_bytes"]

@@ -13,6 +13,7 @@ from typing import Any
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.cost.timeline import ALL_LANES, Timeline, layer_loops, perfetto, tick_loops
 from llamajax.planning.plan import Plan
+from llamajax.planning.report import host_memory
 from llamajax.planning.report.text import DISCLAIMER, Figures, known_error
 from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.units import format_bytes, format_count
@@ -54,7 +55,8 @@ def _cards(told: Figures) -> Sequence[Card]:
     waits = told["exposed_fraction"]
     blind = told["without_profile"]["exposed_fraction"]
     price = told["price_per_billion_tokens"]
-    of_card = f"{format_bytes(total)} of {format_bytes(told['capacity_bytes'])}"
+    lack = host_memory.lack(told["host"]["bytes"], told["host"]["host_room_bytes"]) if told["host"] else ""
+    of_card = f"{lack}{format_bytes(total)} of {format_bytes(told['capacity_bytes'])}"
     cost = "no price is set" if price is None else f"{price:,.2f} per billion tokens"
     return (
         Card("memory", verdict("fits" if told["fits"] else "does not fit", bad=not told["fits"]), of_card),

@@ -54,12 +54,16 @@ def print_plan(plan: Plan, told: Figures) -> None:
 def verdict(told: Figures) -> str:
     """Returns one line: whether it fits, how fast it is, how long it waits."""
     total = told["peak_bytes"] + told["allowance_bytes"]
-    fits = "fits" if told["fits"] else "does not fit"
+    fits = ("fits: " if told["fits"] else "does not fit: ") + _lack_of_host_memory(told["host"])
     return (
-        f"{fits}: {format_bytes(total)} of {format_bytes(told['capacity_bytes'])} per GPU;"
+        f"{fits}{format_bytes(total)} of {format_bytes(told['capacity_bytes'])} per GPU;"
         f" {told['step_time_s']:.3g} s/step, {told['tokens_per_sec_per_device']:,.0f} tokens/s/GPU, MFU {told['mfu']:.1%},"
         f" {told['exposed_fraction']:.1%} of the step waits for communication; {known_error(told)}"
     )
+
+
+def _lack_of_host_memory(host: Figures | None) -> str:
+    return host_memory.lack(host["bytes"], host["host_room_bytes"]) if host else ""
 
 
 def known_error(told: Figures) -> str:
@@ -86,9 +90,9 @@ def print_estimate(config: Config, told: Figures) -> None:
     """Prints the figures from formulas, where XLA's compiler for GPUs is missing."""
     memory = told["memory_estimate"]
     total = memory["peak_bytes"] + memory["allowance_bytes"]
-    likely = "probably fits" if memory["fits"] else "probably does not fit"
+    likely = ("probably fits: " if memory["fits"] else "probably does not fit: ") + _lack_of_host_memory(memory["host"])
     log(
-        f"verdict    {likely}: about {format_bytes(total)} of {format_bytes(told['capacity_bytes'])} per GPU, by formulas;"
+        f"verdict    {likely}about {format_bytes(total)} of {format_bytes(told['capacity_bytes'])} per GPU, by formulas;"
         " nothing was compiled"
     )
     _print_run(config, told)
@@ -335,7 +339,8 @@ def print_ramp(config: Config, told: Figures) -> None:
 
 def _print_suggestions(told: Figures) -> None:
     if not told["suggestions"]:
-        log("instead    no change that was tried fits; use more nodes, a larger GPU or a smaller model")
+        less = ", less in offload or more in hardware.host_memory" if _lack_of_host_memory(told["host"]) else ""
+        log(f"instead    no change that was tried fits; use more nodes, a larger GPU or a smaller model{less}")
         return
     table = _table("what fits instead, compiled", "peak", "step", "time", "GPU hours", "FLOPs", numbers=(1, 2, 3, 4, 5))
     for row in told["suggestions"]:

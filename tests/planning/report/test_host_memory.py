@@ -40,6 +40,11 @@ def test_one_line_has_memory_and_copies():
     assert "each way, shared by 2 GPUs" in host_memory.summary(shared, 82.44, 8)
 
 
+def test_a_lack_of_host_memory_is_told_and_nothing_else():
+    assert host_memory.lack(3 * GIB, 2 * GIB) == "3.00 GiB of host memory per GPU, where 2.00 GiB may be used; "
+    assert host_memory.lack(2 * GIB, 2 * GIB) == host_memory.lack(3 * GIB, None) == ""
+
+
 def test_the_choices_are_a_table():
     out = io.StringIO()
     Console(file=out, width=160).print(host_memory.table(TOLD, _table))
