@@ -120,7 +120,7 @@ def _print_run(config: Config, told: Figures) -> None:
         log(f"remark     {remark}")
     held = f", {format_bytes(told['argument_bytes'])} as compiled with the batch" if told.get("argument_bytes") else ""
     log(
-        f"state      at least {format_bytes(told['zero_minimum_bytes'])} of weights and moments per GPU{held};"
+        f"state      at least {format_bytes(told['zero_minimum_bytes'])} per GPU{held};"
         f" a full checkpoint takes {format_bytes(told['checkpoint_bytes'])}"
     )
 
