@@ -337,7 +337,12 @@ def completions() -> str:
             own = {"--config FILE": "YAML file, or the name of a shipped configuration."} | _options(name) | help_texts.FLAGS
             parts = [(*option.partition(" "), text) for option, text in own.items()]
             options = {option: _told(value, text) for option, _, value, text in parts if option != "--"}
-            found[name] = {"text": verb.about, "settings": getattr(root, "__name__", ""), "positional": [], "options": options}
+            found[name] = {
+                "text": verb.about,
+                "settings": getattr(root, "__name__", ""),
+                "positional": [],
+                "options": options,
+            }
             continue
         whole = _parser(PARSERS[verb.module][1])
         for title, parser in dict([("", whole), *_subparsers(whole)]).items():
@@ -352,7 +357,9 @@ def completions() -> str:
             }
     roots = {root.__name__: root for _, root, _ in COMMANDS.values() if root is not None}
     settings_of = {
-        name: {it.key: _told(it.kind, it.section_text if it.kind == "SECTION" else it.text) for it in help_texts.settings(root)}
+        name: {
+            it.key: _told(it.kind, it.section_text if it.kind == "SECTION" else it.text) for it in help_texts.settings(root)
+        }
         for name, root in roots.items()
     }
     return json.dumps({"verbs": found, "settings": settings_of}, indent=1, ensure_ascii=False) + "\n"

@@ -1,7 +1,7 @@
 # Completion of llamajax in fish: llamajax completion fish | source
 function __llamajax_candidates
     set -l words (commandline -opc)
-    set -l current (commandline -ct)
+    set -l current (string unescape -- (commandline -ct))
     for line in ($words[1] completion -- $words[2..-1] $current 2>/dev/null)
         if test "$line" = :files
             if string match -q -- '-*=*' $current

@@ -57,9 +57,7 @@ class Verb:
 def verbs() -> dict[str, Verb]:
     """Returns the verbs that exist, by name."""
     found = {name: (module, importlib.util.find_spec(module)) for name, module in MODULES.items()}
-    return {
-        name: Verb(name, module, Path(spec.origin)) for name, (module, spec) in found.items() if spec and spec.origin
-    }
+    return {name: Verb(name, module, Path(spec.origin)) for name, (module, spec) in found.items() if spec and spec.origin}
 
 
 def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
@@ -78,7 +76,9 @@ def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
     close = difflib.get_close_matches(word.lower().removesuffix(".py"), names, n=1)
     remedy = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
     if word.startswith("-"):
-        raise ConfigError(f"{show(word)}: comes before the verb; write llamajax VERB {show(word)}, or llamajax for the verbs")
+        raise ConfigError(
+            f"{show(word)}: comes before the verb; write llamajax VERB {show(word)}, or llamajax for the verbs"
+        )
     raise ConfigError(f"{show(word)}: is not a verb{f' of {words[0]}' if group else ''}; {remedy}")
 
 
