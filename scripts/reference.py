@@ -23,7 +23,7 @@ from unittest import mock
 
 import llamajax
 from converters import arguments
-from llamajax import completion, errors, report
+from llamajax import completion, doctor, errors, report
 from llamajax.commands import complete, verbs
 from llamajax.config import help as help_texts
 from llamajax.config.command import DRY_RUN
@@ -70,6 +70,11 @@ COMMANDS: dict[str, tuple[str, type | None, str]] = {
 """Commands that take settings: what each does, the class of its settings, and the options of an example."""
 PARSERS: dict[str, tuple[str, Callable[[Sequence[str]], object], str]] = {
     "llamajax.report": ("Writes one page about a run, or prints its figures.", report.main, "runs/quickstart"),
+    "llamajax.doctor": (
+        "Checks the machine, and what a run needs of it, with a remedy for each problem. Exits with 4 if a check fails.",
+        doctor.main,
+        "--config quickstart",
+    ),
     "llamajax.completion": (
         "Prints the script with which bash, zsh or fish completes command lines of `llamajax`.",
         completion.main,
@@ -92,6 +97,8 @@ PARSERS: dict[str, tuple[str, Callable[[Sequence[str]], object], str]] = {
     ),
 }
 """Commands without settings: what each does, the function that parses its arguments, and the options of an example."""
+TAKE_SETTINGS = ("doctor", "convert megatron export")
+"""Verbs among them that also take the settings of a run."""
 
 EXIT_CODES = {
     0: "The command is done, or a signal stopped it and it saved its state.",
@@ -232,7 +239,9 @@ def commands() -> str:
         "",
         NOTE,
         "",
-        "`python -m llamajax` lists the commands. Those that take settings share these options:",
+        "`llamajax` lists the commands. `llamajax train` is `python -m llamajax.train`, and so for all of them; `llamajax convert"
+        " hf` is `python -m converters.hf`. [Shells complete](../how-to/completion.md) their options. Commands that take settings"
+        " share these:",
     ]
     lines += ["", "| option | meaning |"]
     lines += ["|---|---|"]
@@ -351,7 +360,7 @@ def completions() -> str:
             about = _subparser_help(whole).get(title, verb.about)
             found[f"{name} {title}".strip()] = {
                 "text": about,
-                "settings": "Config" if title == "export" and name == "convert megatron" else "",
+                "settings": "Config" if f"{name} {title}".strip() in TAKE_SETTINGS else "",
                 "positional": list(dict.fromkeys(itertools.chain.from_iterable(positional))),
                 "options": {option: _told(_value(action), _sentence(action.help or "")) for option, action in actions},
             }

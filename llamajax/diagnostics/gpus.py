@@ -22,6 +22,8 @@ _REMEDIES = {
     " machine after a kernel update",
     "Unknown Error": "the container has lost its devices; start it again, with --gpus all",
     "No devices were found": "the driver sees no card; look for Xid lines in dmesg, and at the power and seat of the card",
+    "fallen off the bus": "look for Xid lines in dmesg, restart the machine; if it returns, have the card replaced",
+    "device handle": "a card has failed; look for Xid lines in dmesg, then restart the machine",
     "did not answer": "a card may have fallen off the bus; look for Xid lines in dmesg, then restart the machine",
 }
 _BAD_STATES = {"In Progress": "still starting", "Not Started": "not started"}
@@ -117,7 +119,8 @@ def check_memory(smi: Smi, share: float | None) -> Iterator[Finding]:
         if used < _IDLE_BYTES:
             continue
         is_clean = False
-        by = ", ".join(f"{app.get('process_name')} (pid {app.get('pid')})" for app in holders[card.get("uuid")])
+        apps = holders[card.get("uuid")]  # of other containers, the driver has no names
+        by = ", ".join(f"{app.get('process_name', 'another container')} (pid {app.get('pid')})" for app in apps)
         text = f"GPU {card['index']}: {format_bytes(used)} of {format_bytes(total)} taken{f' by {by}' if by else ''}"
         is_too_much = share is not None and used > (1 - share) * total
         remedy = "end that program, or leave this card out of CUDA_VISIBLE_DEVICES"

@@ -1,6 +1,7 @@
 """Reads what the NVIDIA driver reports through `nvidia-smi`."""
 
 import csv
+import itertools
 import re
 import shutil
 from collections.abc import Mapping
@@ -41,12 +42,12 @@ def read() -> Smi:
     if shutil.which("nvidia-smi") is None:
         return Smi(is_installed=False)
     outcome = _query("gpu", FIELDS)
-    if outcome.code != 0:
+    if outcome.code != 0 or not (cards := parse_table(outcome.out)):
         said = [line for line in (outcome.out + outcome.err).splitlines() if line.strip()]
         return Smi(problem=outcome.problem or (said[0] if said else f"ended with exit code {outcome.code}"))
     topology = run(["nvidia-smi", "topo", "-m"], _LIMIT_S)
     return Smi(
-        cards=parse_table(outcome.out),
+        cards=cards,
         apps=parse_table(_query("compute-apps", APP_FIELDS).out),
         remapped=parse_table(_query("remapped-rows", REMAPPED_FIELDS).out),
         links=parse_links(topology.out) if topology.code == 0 else {},
@@ -67,7 +68,9 @@ def _query(what: str, fields: tuple[str, ...]) -> Outcome:
 def parse_table(text: str) -> tuple[Mapping[str, str], ...]:
     """Returns the rows of a table with commas, by the names of its columns without their units. Values that a card does not
     have, such as `[N/A]` or `[Not Supported]`, are left out."""
-    rows = csv.reader(text.splitlines(), skipinitialspace=True)
+    # Warnings, such as of a corrupted infoROM, may stand before and after the table.
+    lines = itertools.dropwhile(lambda line: not line.startswith((FIELDS[0], APP_FIELDS[0])), text.splitlines())
+    rows = csv.reader(lines, skipinitialspace=True)
     names = [re.sub(r" \[.*\]$", "", name) for name in next(rows, [])]
     return tuple(
         {

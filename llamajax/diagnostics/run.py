@@ -52,8 +52,8 @@ def main(config: Config | None, *, as_json: bool) -> int:
 
 
 def look(config: Config | None) -> Iterator[Finding]:
-    """Yields the findings of all checks, each as soon as it and those before it are done. Checks run in threads of their own,
-    and none is waited for without a limit."""
+    """Yields the findings of all checks, each as soon as it and those before it are done. Checks run in threads of their
+    own, and none is waited for without a limit."""
     environment = devices.environment_of_probe()
     smi = nvidia_smi.read()
     num_cards = len(smi.cards)
