@@ -5,7 +5,7 @@ import sys
 
 import llamajax
 from llamajax.commands.verbs import find, in_group, listing, verbs
-from llamajax.errors import ConfigError, show_any_text
+from llamajax.errors import ConfigError, importing, show_any_text
 
 
 def main() -> int:
@@ -28,7 +28,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     sys.argv = [f"llamajax {verb.name}", *rest]
-    return importlib.import_module(verb.module).main() or 0
+    with importing():
+        module = importlib.import_module(verb.module)
+    return module.main() or 0
 
 
 if __name__ == "__main__":

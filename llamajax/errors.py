@@ -23,6 +23,7 @@ WHEELS = {
     "jax": "jax", "jaxlib": "jaxlib",
     "jaxtyping": "jaxtyping", "jinja2": "jinja2", "numpy": "numpy", "optax": "optax", "orbax.checkpoint": "orbax-checkpoint",
     "orjson": "orjson",
+    "packaging": "packaging",
     "portpicker": "portpicker", "pyarrow": "pyarrow", "rich": "rich", "sentencepiece": "sentencepiece",
     "tensorboardX": "tensorboardX", "tensorstore": "tensorstore", "tokenizers": "tokenizers",
     "transformers": "transformers", "yaml": "pyyaml",

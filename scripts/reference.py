@@ -105,7 +105,8 @@ EXIT_CODES = {
     1: "`verify` found a difference.",
     2: "The configuration or the command line is wrong. One line per mistake.",
     3: "Data cannot be read as the configuration says.",
-    4: "The machine or the processes are not what the configuration needs: devices, packages, hosts.",
+    4: "The machine or the processes are not what the configuration needs: devices, packages, hosts; or `doctor` found a"
+    " failure.",
     5: "A device ran out of memory.",
     6: "A device computes or keeps wrong numbers, again and again. Restart without that host.",
     65: "No usable checkpoint exists, or `run_dir` holds another run, is written by another process, or cannot be written.",
@@ -239,9 +240,9 @@ def commands() -> str:
         "",
         NOTE,
         "",
-        "`llamajax` lists the commands. `llamajax train` is `python -m llamajax.train`, and so for all of them; `llamajax convert"
-        " hf` is `python -m converters.hf`. [Shells complete](../how-to/completion.md) their options. Commands that take settings"
-        " share these:",
+        "`llamajax` lists the commands. `llamajax train` is `python -m llamajax.train`, and so for all of them;"
+        " `llamajax convert hf` is `python -m converters.hf`. [Shells complete](../how-to/completion.md) their options. Commands"
+        " that take settings share these:",
     ]
     lines += ["", "| option | meaning |"]
     lines += ["|---|---|"]

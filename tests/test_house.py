@@ -28,7 +28,10 @@ ORDER = (
     "weights", "preprocessing", "planning", "generation", "evaluation", "verification", "training",
     "diagnostics", "commands",
     ("results", "library"),
-    ("train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report", "doctor", "completion", "__main__"),
+    (
+        "train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report", "doctor", "completion",
+        "__main__",
+    ),
     "converters",
 )  # fmt: skip
 """The rooms of the house, from the ground up: words for everybody, folders, commands, and what stands beside the package.

@@ -1,10 +1,9 @@
 """Reads what the NVIDIA driver reports through `nvidia-smi`."""
 
 import csv
-import itertools
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamajax.diagnostics.findings import Outcome, run
@@ -41,45 +40,39 @@ def read() -> Smi:
     """Asks the driver; never waits longer than a minute or two."""
     if shutil.which("nvidia-smi") is None:
         return Smi(is_installed=False)
-    outcome = _query("gpu", FIELDS)
-    if outcome.code != 0 or not (cards := parse_table(outcome.out)):
+    outcome, cards = _query("gpu", FIELDS)
+    if outcome.code != 0 or not cards:
         said = [line for line in (outcome.out + outcome.err).splitlines() if line.strip()]
         return Smi(problem=outcome.problem or (said[0] if said else f"ended with exit code {outcome.code}"))
     topology = run(["nvidia-smi", "topo", "-m"], _LIMIT_S)
     return Smi(
         cards=cards,
-        apps=parse_table(_query("compute-apps", APP_FIELDS).out),
-        remapped=parse_table(_query("remapped-rows", REMAPPED_FIELDS).out),
+        apps=_query("compute-apps", APP_FIELDS)[1],
+        remapped=_query("remapped-rows", REMAPPED_FIELDS)[1],
         links=parse_links(topology.out) if topology.code == 0 else {},
     )
 
 
-def _query(what: str, fields: tuple[str, ...]) -> Outcome:
+def _query(what: str, fields: Sequence[str]) -> tuple[Outcome, tuple[Mapping[str, str], ...]]:
     """Asks for fields, without those that this driver refuses: it names one at a time."""
     asked = list(fields)
     while True:
-        outcome = run(["nvidia-smi", f"--query-{what}={','.join(asked)}", "--format=csv,nounits"], _LIMIT_S)
+        outcome = run(["nvidia-smi", f"--query-{what}={','.join(asked)}", "--format=csv,noheader,nounits"], _LIMIT_S)
         refused = re.search(r'Field "([^"]+)" is not a valid field to query', outcome.out + outcome.err)
         if refused is None or refused[1] not in asked:
-            return outcome
+            return outcome, parse_rows(outcome.out, asked)
         asked.remove(refused[1])
 
 
-def parse_table(text: str) -> tuple[Mapping[str, str], ...]:
-    """Returns the rows of a table with commas, by the names of its columns without their units. Values that a card does not
-    have, such as `[N/A]` or `[Not Supported]`, are left out."""
-    # Warnings, such as of a corrupted infoROM, may stand before and after the table.
-    lines = itertools.dropwhile(lambda line: not line.startswith((FIELDS[0], APP_FIELDS[0])), text.splitlines())
-    rows = csv.reader(lines, skipinitialspace=True)
-    names = [re.sub(r" \[.*\]$", "", name) for name in next(rows, [])]
+def parse_rows(text: str, fields: Sequence[str]) -> tuple[Mapping[str, str], ...]:
+    """Returns rows of values with commas, by field. Values that a card does not have, such as `[N/A]` or `[Not Supported]`,
+    are left out, and so are other lines, such as warnings of a corrupted infoROM."""
+    rows = csv.reader(text.splitlines(), skipinitialspace=True)
+    missing = re.compile(r"\[?(N/A|Not (Supported|Found)|Unknown Error|Insufficient Permissions)\]?")
     return tuple(
-        {
-            name: value
-            for name, value in zip(names, row, strict=True)
-            if not re.fullmatch(r"\[?(N/A|Not .*|Unknown.*)\]?", value)
-        }
+        {name: value for name, value in zip(fields, row, strict=True) if not missing.fullmatch(value)}
         for row in rows
-        if len(row) == len(names)
+        if len(row) == len(fields)
     )
 
 

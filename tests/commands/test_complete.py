@@ -135,7 +135,8 @@ def test_scripts_are_valid(shell):
 def test_fish_completes(tmp_path, path_with_script):
     if shutil.which("fish") is None:
         pytest.skip("no fish here")
-    code = "llamajax completion fish | source; complete -C 'llamajax train --hardware.gpu=h2'; complete -C 'llamajax train --op'"
+    asked = "complete -C 'llamajax train --hardware.gpu=h2'; complete -C 'llamajax train --op'"
+    code = f"llamajax completion fish | source; {asked}"
     outcome = subprocess.run(
         ["fish", "-N", "-c", code], env=path_with_script, cwd=tmp_path, capture_output=True, text=True, check=True
     )
