@@ -30,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with importing():
         from llamajax.diagnostics import run
 
-    return run.main(config, as_json=options.json)
+    try:
+        return run.main(config, as_json=options.json)
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -241,8 +241,9 @@ def commands() -> str:
         NOTE,
         "",
         "`llamajax` lists the commands. `llamajax train` is `python -m llamajax.train`, and so for all of them;"
-        " `llamajax convert hf` is `python -m converters.hf`. [Shells complete](../how-to/completion.md) their options. Commands"
-        " that take settings share these:",
+        " `llamajax convert hf` is `python -m converters.hf`. [Shells complete](../how-to/completion.md) their options.",
+        "",
+        "Commands that take settings share these options:",
     ]
     lines += ["", "| option | meaning |"]
     lines += ["|---|---|"]

@@ -55,7 +55,7 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
-        return Outcome(None, problem=f"{command[0]} did not answer within {limit_s:.0f} s")
+        return Outcome(None, problem=f"did not answer within {limit_s:.0f} s")
     return Outcome(process.returncode, out, err)
 
 

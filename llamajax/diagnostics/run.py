@@ -58,7 +58,7 @@ def look(config: Config | None) -> Iterator[Finding]:
     smi = nvidia_smi.read()
     num_cards = len(smi.cards)
     of_devices = Check("jax devices", lambda: devices.check_devices(num_cards, environment))  # first: it takes longest
-    yield from Check("software", _software).findings(_LIMIT_S)
+    yield from Check("software", lambda: _software(num_cards)).findings(_LIMIT_S)
     yield from Check("GPUs", lambda: _cards(smi, config)).findings(_LIMIT_S)
     yield from of_devices.findings(devices.LIMIT_S + _LIMIT_S)
     several = [
@@ -75,10 +75,10 @@ def look(config: Config | None) -> Iterator[Finding]:
         yield from Check("run", lambda: _needs(config, smi)).findings(_LIMIT_S)
 
 
-def _software() -> Iterator[Finding]:
+def _software(num_cards: int) -> Iterator[Finding]:
     yield from software.check_python()
     yield from software.check_packages()
-    yield from software.check_jax()
+    yield from software.check_jax(num_cards)
     yield from software.check_variables(os.environ)
 
 
@@ -116,7 +116,7 @@ def _folders(config: Config | None) -> dict[str, tuple[Path, float, float]]:
     if config is not None:
         return needs.folders(config, _num_hosts())
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return {"here": (Path.cwd(), 0.0, 0.0), "cache": (Path(cache) / "llamajax", 0.0, 0.0)}
+    return {"here": (Path(), 0.0, 0.0), "cache": (Path(cache) / "llamajax", 0.0, 0.0)}
 
 
 def _num_hosts() -> int:

@@ -49,9 +49,15 @@ def check_packages() -> Iterator[Finding]:
     yield Finding("extras", "ok", f"{there}; not installed: {absent or 'none'}")
 
 
-def check_jax() -> Iterator[Finding]:
-    """Checks that jax, jaxlib, the plugin for GPUs and its libraries are of versions that belong together."""
+def check_jax(num_cards: int) -> Iterator[Finding]:
+    """Checks that jax, jaxlib, the plugin for GPUs and its libraries are of versions that belong together.
+
+    Args:
+        num_cards: number of cards of this host, which need NCCL if there are several.
+    """
     versions = {name: version_of(name) for name in ("jax", "jaxlib")}
+    if versions["jax"] is None:  # `check_packages` reports it
+        return
     plugins = [CUDA_PLUGIN.format(cuda) for cuda in _VERSIONS_OF_CUDA if version_of(CUDA_PLUGIN.format(cuda))]
     broken = _broken("jax", "", "jax")
     for plugin in plugins:
@@ -80,6 +86,9 @@ def check_jax() -> Iterator[Finding]:
     for plugin in plugins:
         if (nccl := version_of(_nccl(plugin))) is not None:
             yield Finding("NCCL", "ok", f"{nccl}, of the package {_nccl(plugin)}")
+        elif num_cards > 1:
+            text = f"the package {_nccl(plugin)} is not installed, so jax takes the system's library, of any version"
+            yield Finding("NCCL", "warn", text, "pip install 'llamajax[cuda13]'")
 
 
 def cuda_version() -> int:

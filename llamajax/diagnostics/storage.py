@@ -42,7 +42,12 @@ def check_folder(
         wanted_bytes: room that the run takes in the end.
         tried: devices with a known rate, which is not measured again; the folder's is added.
     """
-    check, place = f"disk {name}", existing(folder.expanduser().absolute())
+    check = f"disk {name}"
+    try:
+        place = existing(folder.expanduser().absolute())
+    except (RuntimeError, FileNotFoundError) as error:  # this user has no home directory; the working directory is gone
+        yield Finding(check, "fail", f"{folder}: {error}", "set HOME, or give absolute paths")
+        return
     found = os.statvfs(place)
     free = found.f_frsize * found.f_bavail
     kind, options = mount_of(place, Path("/proc/self/mountinfo"))

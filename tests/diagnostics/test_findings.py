@@ -13,7 +13,7 @@ def test_a_program_that_does_not_end_is_given_up():
     outcome = run([sys.executable, "-S", "-c", "import time; time.sleep(60)"], 0.2)
     assert time.monotonic() - began < 5
     assert outcome.code is None
-    assert outcome.problem == f"{sys.executable} did not answer within 0 s"
+    assert outcome.problem == "did not answer within 0 s"
 
 
 def test_a_program_that_does_not_exist():

@@ -172,19 +172,24 @@ def test_versions_of_jax_that_do_not_belong_together(monkeypatch):
     }
     needs = {"jax": ["jaxlib<=0.10.2,>=0.10.1"], "jax-cuda13-plugin": ['nvidia-nccl-cu13>=2.27; extra == "with-cuda"']}
     installed(monkeypatch, versions, needs)
-    assert told(software.check_jax()) == [
+    assert told(software.check_jax(8)) == [
         ("jax", "ok", "jax 0.10.2, jaxlib 0.10.2, jax-cuda13-plugin 0.10.2"),
         ("NCCL", "ok", "2.29.7, of the package nvidia-nccl-cu13"),
     ]
     versions |= {"jaxlib": "0.9.0", "jax-cuda13-pjrt": "0.9.0", "jax-cuda12-plugin": "0.10.2", "jax-cuda12-pjrt": "0.10.2"}
     versions |= {"nvidia-nccl-cu13": "2.20.0"}
-    found = told(software.check_jax())
+    found = told(software.check_jax(8))
     assert [(status, text) for _, status, text in found[:4]] == [
         ("fail", "jax needs jaxlib<=0.10.2,>=0.10.1 (0.9.0 is installed)"),
         ("fail", "jax-cuda13-pjrt 0.9.0, but jax is 0.10.2"),
         ("fail", "jax-cuda13-plugin needs nvidia-nccl-cu13>=2.27 (2.20.0 is installed)"),
         ("fail", "jax-cuda13-plugin and jax-cuda12-plugin are both installed"),
     ]
+    del versions["nvidia-nccl-cu13"], versions["jax-cuda12-plugin"]
+    assert told(software.check_jax(8))[-1][:2] == ("NCCL", "warn")
+    assert told(software.check_jax(1))[-1][0] == "jax"
+    del versions["jax"]
+    assert told(software.check_jax(8)) == []
 
 
 def test_packages_that_llamajax_needs(monkeypatch):

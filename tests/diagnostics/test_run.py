@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llamajax import doctor
-from llamajax.diagnostics import devices, run, storage
+from llamajax.diagnostics import devices, run, software, storage
 from llamajax.diagnostics.findings import Finding
 from tests import runs
 from tests.diagnostics import nvidia
@@ -13,8 +13,9 @@ from tests.diagnostics import nvidia
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Without the seconds of jax's start, whose result `test_gpus.py` checks; in an empty folder."""
+    """Without the seconds of jax's start and of all packages' metadata, which other files test; in an empty folder."""
     monkeypatch.setattr(devices, "check_devices", lambda *_: [Finding("jax devices", "ok", "1 x cpu")])
+    monkeypatch.setattr(software, "check_packages", lambda: [Finding("packages", "ok", "all")])
     monkeypatch.setattr(storage, "_TRIED_BYTES", 1 << 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -53,6 +53,14 @@ def test_a_folder_that_cannot_be_written():
     assert text.startswith("/proc/self: ")
 
 
+def test_a_user_without_a_home(monkeypatch):
+    """A container that runs as another user has neither HOME nor an entry in /etc/passwd."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 123456)
+    ((_, status, text),) = told(storage.check_folder("cache", Path("~/.cache")))
+    assert (status, text.startswith("~/.cache: ")) == ("fail", True)
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
