@@ -17,6 +17,7 @@ FILES = ":files"
 
 _CONFIGS = _HERE.parent / "configs"  # as `config.shipped`, the import of which takes as long as all else
 _NUMBERS = ("INT", "FLOAT", "N", "I/N")
+"""Types of values that are no names of files."""
 
 
 def candidates(words: Sequence[str]) -> list[str]:
@@ -81,11 +82,12 @@ def _next_parts(options: Mapping[str, Sequence[str]], current: str) -> dict[str,
 def _values(option: str, options: Mapping[str, Sequence[str]], current: str, prefix: str = "") -> Iterator[str]:
     """Yields the values of an option that begin with `current`, after a `prefix`."""
     kind = options.get(_general(option), ("TEXT", ""))[0]
-    choices = [one for one in re.sub(r"\[.*\]", "", kind).split("|") if one and one == one.lower()]
+    kinds = [one for one in re.sub(r"\[.*\]", "", kind).split("|") if one not in ("", "null")]
+    choices = [one for one in kinds if one == one.lower()]
     if option == "--config":
         choices = sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
     yield from (f"{prefix}{choice}" for choice in choices if choice.startswith(current))
-    if option == "--config" or not (choices or kind in _NUMBERS):
+    if not {*kinds} <= {*choices, *_NUMBERS}:
         yield FILES
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from llamajax.diagnostics.findings import Finding
 from llamajax.diagnostics.nvidia_smi import Smi
+from llamajax.estimates.gpus import find_gpu
 from llamajax.units import format_bytes
 
 DRIVERS = {13: 580, 12: 525}
@@ -110,23 +111,21 @@ def check_memory(smi: Smi, share: float | None) -> Iterator[Finding]:
         smi: what the driver reports.
         share: share of a card's memory that a run takes; None: no run is planned, and used memory is only reported.
     """
-    holders = {
-        uuid: [app for app in smi.apps if app.get("gpu_uuid") == uuid] for uuid in (card.get("uuid") for card in smi.cards)
-    }
     is_clean = bool(smi.cards)
     for card in smi.cards:
         used, total = (_MIB * float(card.get(name, 0)) for name in ("memory.used", "memory.total"))
         if used < _IDLE_BYTES:
             continue
         is_clean = False
-        apps = holders[card.get("uuid")]  # of other containers, the driver has no names
+        apps = [app for app in smi.apps if app.get("gpu_uuid") == card.get("uuid")]
+        # The driver has no names of other containers' programs.
         by = ", ".join(f"{app.get('process_name', 'another container')} (pid {app.get('pid')})" for app in apps)
         text = f"GPU {card['index']}: {format_bytes(used)} of {format_bytes(total)} taken{f' by {by}' if by else ''}"
         is_too_much = share is not None and used > (1 - share) * total
         remedy = "end that program, or leave this card out of CUDA_VISIBLE_DEVICES"
         yield Finding("GPU memory", "fail" if is_too_much else "warn", text, remedy)
-    if is_clean:
-        least = min(float(card.get("memory.total", 0)) for card in smi.cards)
+    least = min((float(card.get("memory.total", 0)) for card in smi.cards), default=0)
+    if is_clean and least:  # cards that share the host's memory report none
         yield Finding("GPU memory", "ok", f"free; {format_bytes(_MIB * least)} per card")
 
 
@@ -174,7 +173,11 @@ def check_links(smi: Smi) -> Iterator[Finding]:
         return
     kinds = Counter(smi.links.values())
     text = ", ".join(f"{kind} between {count} pairs" for kind, count in kinds.most_common())
-    if len(kinds) == 1:
+    known = find_gpu(smi.cards[0]["name"])
+    if known is not None and known.link == "NVLink" and not any(kind.startswith("NV") for kind in kinds):
+        remedy = "sudo systemctl start nvidia-fabricmanager, of the driver's own version; then see nvidia-smi nvlink -s"
+        yield Finding("links", "fail", f"{text}, but {known.name} modules are joined by NVLink", remedy)
+    elif len(kinds) == 1:
         (kind,) = kinds
         yield Finding("links", "ok", f"{kind} between all {len(smi.cards)} cards")
     elif all(kind.startswith("NV") for kind in kinds):

@@ -45,6 +45,8 @@ def words(*line: str) -> list[str]:
         (["train", "--data.sources.12.kind", "js"], ["jsonl"]),
         (["train", "--run_dir", "runs/"], [FILES]),
         (["train", "--help", "offload.ti"], ["offload.tiers", "offload.tiers."]),
+        (["train", "--init_from", ""], [FILES]),
+        (["train", "--data.sources", ""], []),
         (["plan", "--picture", ""], [FILES]),
         (["launch", "-n", ""], []),
         (["launch", "-n", "2", "--dry"], []),

@@ -84,11 +84,21 @@ def test_memory_errors(smi):
     [
         (nvidia.DEGRADED, "warn", "NV18 between 3 pairs, NV16 between 3 pairs; fewer at GPU 2"),
         (nvidia.BRIDGED, "warn", "SYS between 4 pairs, NV4 between 2 pairs"),
+        (
+            nvidia.BRIDGED.replace("NV4", "PIX"),
+            "fail",
+            "SYS between 4 pairs, PIX between 2 pairs, but H100 modules are joined by NVLink",
+        ),
     ],
 )
 def test_unequal_links(text, status, line):
     found = Smi(cards=parse_rows(nvidia.H100, nvidia.FIELDS), links=parse_links(text))
     assert told(gpus.check_links(found)) == [("links", status, line)]
+
+
+def test_cards_that_share_the_memory_of_their_host_report_none():
+    found = parse_rows("0, NVIDIA GB10, [N/A], [N/A]\n", ("index", "name", "memory.total", "memory.used"))
+    assert told(gpus.check_memory(Smi(cards=found), 0.92)) == []
 
 
 def test_one_card_has_no_links():
