@@ -97,23 +97,22 @@ def find_config(model: HubModel) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RevisionNotFoundError
 
     of_model: dict[str, Any] = {"repo_id": model.repository, "filename": CONFIG, "revision": model.commit or model.revision}
-
-    def cached() -> Path | None:
-        try:
-            return Path(hf_hub_download(**of_model, local_files_only=True))
-        except LocalEntryNotFoundError:
-            return None
-
-    if model.commit is not None and (found := cached()) is not None:
-        return found
     try:
-        get_hf_file_metadata(hf_hub_url(**of_model), **LIBRARY)  # fails at once where the download would try for long
+        cached = Path(hf_hub_download(**of_model, local_files_only=True))
+    except LocalEntryNotFoundError:
+        cached = None
+    if model.commit is not None and cached is not None:
+        return cached
+    try:
+        # Fails at once where the download would try for long.
+        newest = get_hf_file_metadata(hf_hub_url(**of_model), **LIBRARY)
+        if cached is not None and cached.parent.name == newest.commit_hash:
+            return cached
         return Path(hf_hub_download(**of_model, **LIBRARY))
     except Exception as error:
-        is_definite = isinstance(error, RevisionNotFoundError | EntryNotFoundError)
-        if not is_definite and (found := cached()) is not None:
-            return found
-        raise refusal(model, error) from error
+        if cached is None or isinstance(error, RevisionNotFoundError | EntryNotFoundError):
+            raise refusal(model, error) from error
+        return cached
 
 
 def refusal(model: HubModel, error: Exception) -> UserError:
