@@ -10,8 +10,8 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 FIRST, SECOND = "1" * 40, "2" * 40
 """Names of commits."""
@@ -19,7 +19,7 @@ FIRST, SECOND = "1" * 40, "2" * 40
 
 @dataclasses.dataclass
 class Hub:
-    """Serves the files of models; what `trouble` gives for a request and its number, from 1, is done instead of an answer."""
+    """Serves models; what `trouble` gives for a request and its number, from 1, is done instead of an answer."""
 
     url: str = ""
     commits: dict[str, dict[str, dict[str, bytes]]] = dataclasses.field(default_factory=dict)
@@ -120,7 +120,6 @@ def served() -> Iterator[Hub]:
 
 def use(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     """Makes huggingface_hub ask the Hub at this address, with an empty cache, as HF_ENDPOINT and HF_HUB_CACHE would."""
-    constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
-import huggingface_hub
-import huggingface_hub.utils
+from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub.utils import tqdm
 
 from llamajax import disk
 from llamajax.config.hub import LIBRARY, HubModel, find_config, hub_model, pin, refusal
@@ -57,7 +57,7 @@ def fetched(address: str, *, weights: bool = True) -> Path:
         OSError: the disk of the cache fails.
     """
     model = hub_model(pinned(address))
-    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    cache = Path(constants.HF_HUB_CACHE)
     folder = cache / ".locks" / f"models--{model.repository.replace('/', '--')}" / f"llamajax-{os.getuid()}"
     record = folder / f"{model.commit}-{'all' if weights else 'small'}.json"
     with _alone(model, folder) as may_write:
@@ -102,7 +102,7 @@ def _is_complete(directory: Path, record: Path) -> bool:
 def _fetch(model: HubModel, directory: Path, *, weights: bool) -> list[str]:
     """Fetches the files of a model that are missing. Returns the names of all files that it needs; none if the Hub cannot be
     asked, and what is cached has to do."""
-    hub = huggingface_hub.HfApi(**LIBRARY)
+    hub = HfApi(**LIBRARY)
     try:
         info = _reached(model, lambda: hub.model_info(model.repository, revision=model.commit, files_metadata=True))
     except (ConfigError, DiskError):
@@ -141,7 +141,7 @@ def _fetch_files(model: HubModel, directory: Path, names: Sequence[str], sizes: 
     if total > free:
         raise DiskError(
             f"{model}: {format_bytes(total)} are to be fetched, but only {format_bytes(free)} are free on the disk of"
-            f" {huggingface_hub.constants.HF_HUB_CACHE}; make room, or move the cache with HF_HOME"
+            f" {constants.HF_HUB_CACHE}; make room, or move the cache with HF_HOME"
         )
     if not missing:
         return
@@ -152,7 +152,7 @@ def _fetch_files(model: HubModel, directory: Path, names: Sequence[str], sizes: 
         def fetch(name: str) -> None:
             bar = _bar(progress.finish_group, stop)
             of_file: dict[str, Any] = {"repo_id": model.repository, "filename": name, "revision": model.commit}
-            _reached(model, lambda: huggingface_hub.hf_hub_download(**of_file, **LIBRARY, tqdm_class=bar))
+            _reached(model, lambda: hf_hub_download(**of_file, **LIBRARY, tqdm_class=bar))
 
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fetch") as threads:
             try:
@@ -164,10 +164,10 @@ def _fetch_files(model: HubModel, directory: Path, names: Sequence[str], sizes: 
                 raise
 
 
-def _bar(arrived: Callable[[int], None], stop: threading.Event) -> type[huggingface_hub.utils.tqdm]:
+def _bar(arrived: Callable[[int], None], stop: threading.Event) -> type[tqdm]:
     """Returns the class of a progress bar that shows nothing, and hands the bytes that arrive on."""
 
-    class Bar(huggingface_hub.utils.tqdm):
+    class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options | {"disable": True})
             arrived(options.get("initial") or 0)  # of an interrupted fetch
