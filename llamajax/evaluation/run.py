@@ -55,7 +55,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
         from llamajax.evaluation.harness import evaluate_tasks
 
         results = evaluate_tasks(config, pretrained, model_config, tokenizer)
-    results = {"model": str(pretrained.source)} | results
+    results = {"model": pretrained.shown} | results
     if config.json is not None and jax.process_index() == 0:
         path = Path(os.path.expanduser(config.json))
         path.write_text(json.dumps(results, indent=2) + "\n")

@@ -132,8 +132,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("token", [None, "wrong"])
+@pytest.mark.parametrize(("case", "token"), [*((case, None) for case in REFUSED), ("missing", "wrong"), ("gated", "wrong")])
 def test_what_the_hub_does_not_give_is_one_line(case, token, web, directory, tmp_path, monkeypatch):
     address, rule = REFUSED[case]
     if token is not None:

@@ -14,6 +14,8 @@ from llamajax.config.inherited import INHERITED
 from llamajax.config.left_out import preset_file
 from llamajax.config.model import ModelConfig, Preset
 from llamajax.errors import ConfigError
+from llamajax.estimates.formulas import num_params
+from llamajax.units import format_count
 from tests import runs
 from tests.config.broken import LLAMA_2_7B
 
@@ -29,6 +31,14 @@ def run(directory, model, **settings):
 
 def test_every_shipped_model_is_a_preset():
     assert sorted(map(preset_file, NAMES)) == sorted((shipped.FOLDER / "models").glob("*.yaml"))
+
+
+def test_the_manual_lists_every_preset(tmp_path):
+    rows = [line for line in (shipped.MANUAL.parent / "reference/models.md").read_text().splitlines() if "| `llama-" in line]
+    models = {name: load_config(run(tmp_path, {"preset": name})).model for name in NAMES}
+    assert rows == [
+        f"| `{name}` | {format_count(num_params(model))} | {model.max_seq_len:,} |" for name, model in models.items()
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
