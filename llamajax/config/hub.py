@@ -11,7 +11,7 @@ from llamajax.config.rules import Bound
 from llamajax.errors import ConfigError, DiskError, UserError, show, without_passwords
 
 PREFIX = "hf://"
-LIBRARY = {"library_name": "llamajax", "library_version": __version__}
+LIBRARY: dict[str, Any] = {"library_name": "llamajax", "library_version": __version__}
 """Name and version of the program, which requests to the Hub carry."""
 _REPOSITORY = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _COMMIT = re.compile("[0-9a-f]{40}")

@@ -57,8 +57,9 @@ def add_preset(root: Node, problems: Problems) -> None:
     Raises:
         ConfigError: no preset has this name; everything in `problems`, too.
     """
-    model = root.content.get("model") if isinstance(root.content, dict) else None
-    if model is None or not isinstance(model.content, dict):
+    settings = root.content
+    model = settings.get("model") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or model is None or not isinstance(model.content, dict):
         return
     named = model.content.pop("preset", None)
     if named is None or named.is_null():
@@ -71,7 +72,7 @@ def add_preset(root: Node, problems: Problems) -> None:
     preset = read_file(str(preset_file(name)), problems).content
     assert isinstance(preset, dict)
     described = Node({key: node_of(value, named.place) for key, value in _defaults().items()}, named.place)
-    root.content["model"] = merged(merged(described, preset["model"]), model)
+    settings["model"] = merged(merged(described, preset["model"]), model)
 
 
 def _defaults() -> dict[str, Any]:

@@ -186,7 +186,7 @@ def test_a_new_run_takes_the_commit_of_now_and_keeps_it(web, directories, tmp_pa
     assert len(web.requests) == before
     (tmp_path / "run/checkpoints/5").mkdir(parents=True)
     monkeypatch.undo()
-    assert pin(begun.init_from) == begun.init_from
+    assert pin(str(begun.init_from)) == begun.init_from
 
 
 PROGRAM = """
