@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from llamajax import __version__
 from llamajax.config.hf_config import CONFIG
 from llamajax.config.rules import Bound
-from llamajax.errors import ConfigError, DiskError, UserError, show, without_passwords
+from llamajax.errors import ConfigError, DiskError, UserError, missing_package, show, without_passwords
 
 PREFIX = "hf://"
 LIBRARY: dict[str, Any] = {"library_name": "llamajax", "library_version": __version__}
@@ -92,9 +92,13 @@ def find_config(model: HubModel) -> Path:
     Raises:
         ConfigError: the Hub has no such model, or does not show it to this user, or cannot be reached.
         DiskError: the Hub fails, which may pass.
+        EnvironmentMismatchError: huggingface_hub is not installed.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RevisionNotFoundError
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RevisionNotFoundError
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from error
 
     of_model: dict[str, Any] = {"repo_id": model.repository, "filename": CONFIG, "revision": model.commit or model.revision}
     try:
@@ -130,7 +134,7 @@ def refusal(model: HubModel, error: Exception) -> UserError:
     hub, repository = without_passwords(constants.ENDPOINT), model.repository
     match error:
         case errors.OfflineModeIsEnabled() | errors.LocalEntryNotFoundError():
-            rule = f"is not complete in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to fetch it"
+            rule = f"is not complete in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids fetching it"
             return ConfigError(f"{model}: {rule}; unset HF_HUB_OFFLINE, or name a directory")
         case errors.GatedRepoError():
             remedy = f"accept its conditions at {hub}/{repository}, and set HF_TOKEN to a token of that account"

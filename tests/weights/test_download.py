@@ -155,7 +155,7 @@ def test_what_is_complete_needs_no_network_and_what_is_not_says_so(web, monkeypa
     find_config(hub_model("hf://org/sharded"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert (fetched("hf://org/single") / "model.safetensors").exists()
-    with pytest.raises(ConfigError, match=r"is not complete in .*/cache, and HF_HUB_OFFLINE forbids to fetch it"):
+    with pytest.raises(ConfigError, match=r"is not complete in .*/cache, and HF_HUB_OFFLINE forbids fetching it"):
         fetched("hf://org/sharded")
 
 
