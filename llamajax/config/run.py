@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamajax.config.data import DataConfig, is_remote
+from llamajax.config.hub import Weights
 from llamajax.config.keys import remedy_for, with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import InitChange, ModelConfig
@@ -40,8 +41,8 @@ from llamajax.units import format_count
 class Config(Settings):
     """One complete run."""
 
-    run_dir: str
-    """Folder for everything the run writes: config, checkpoints, metrics, report. The same command resumes the run."""
+    run_dir: str = ""
+    """Folder for all that the run writes; the same command resumes what is there. Left out of NAME.yaml: runs/NAME."""
     model: ModelConfig
     """Network."""
     data: DataConfig
@@ -50,10 +51,10 @@ class Config(Settings):
     """Length and batches."""
     optimizer: OptimizerConfig
     """Optimizer and learning rate."""
-    init_from: str | None = None
-    """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face directory. The optimizer starts
-    fresh. The weights bring their tokenizer, unless `data.tokenizer.path` names one, and the settings of the model that are
-    left out. Unset: random weights."""
+    init_from: Weights | None = None
+    """Weights to start from: a run's directory, one of its checkpoints, a Hugging Face directory, or hf://ORG/NAME[@REVISION]
+    on the Hugging Face Hub; the run keeps its commit. The weights bring their tokenizer, unless `data.tokenizer.path` names
+    one, and all settings of the model that are left out. The optimizer starts fresh. Unset: random weights."""
     init_changes: tuple[InitChange, ...] = ()
     """Settings of the model that this run changes deliberately, such as [rope_theta, rope_scaling] for longer contexts. In
     all other settings that change what the model computes, weights and run must agree."""
@@ -101,7 +102,7 @@ class Config(Settings):
         """Checks rules between sections, and the placement over emulated or planned devices."""
         train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
         if not self.run_dir:
-            yield "run_dir: must not be empty"
+            yield "run_dir: must not be empty; name a directory"
         if self.init_changes and self.init_from is None:
             yield "init_changes: has no effect without init_from; name the weights there, or remove this"
         for name, seq_len in data.row_lengths.items():

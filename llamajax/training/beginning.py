@@ -10,6 +10,7 @@ from llamajax.checkpoint.read import Found, Restored, find_arrays
 from llamajax.checkpoint.retention import check_room
 from llamajax.checkpoint.steps import good_step, latest_step
 from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.hub import is_on_hub
 from llamajax.config.run import Config
 from llamajax.data.rows.position import PassedOver
 from llamajax.data.tokens.tokenize_run import look_at_data
@@ -44,7 +45,7 @@ class Beginning:
         if self.found is not None:
             return f"resuming at step {self.found.step}{self.found.place}"
         if self.pretrained is not None:
-            return f"from {self.pretrained.about}{self.pretrained.changed_by(config.model)}"
+            return f"from {self.pretrained.about}"
         return f"from scratch, seed {config.seed}"
 
     def start_from(
@@ -59,6 +60,21 @@ class Beginning:
         return Start(init_state(config, model), passed_over=passed_over)
 
 
+def with_commit(config: Config, run_dir: Path) -> Config:
+    """Returns a new run with the commit of the weights on the Hub that it starts from; all processes call this together.
+
+    A run that resumes has it from its checkpoint (`llamajax.config.inherited`).
+
+    Raises:
+        ConfigError, DiskError: see `llamajax.config.hub.pin`.
+    """
+    if config.init_from is None or not is_on_hub(config.init_from) or of_first(latest_step(run_dir)) is not None:
+        return config
+    from llamajax.weights.download import pinned  # takes a second to import
+
+    return config.changed({"init_from": pinned(config.init_from)})
+
+
 def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
     """Opens the model that supplies the weights of a new run; it must match the configuration.
 
@@ -70,7 +86,7 @@ def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
     """
     if config.init_from is None or of_first(latest_step(run_dir)) is not None:
         return None
-    pretrained = open_pretrained(Path(config.init_from))
+    pretrained = open_pretrained(config.init_from)
     pretrained.check(config.model, config.init_changes)
     return pretrained
 

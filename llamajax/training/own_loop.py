@@ -103,10 +103,10 @@ def prepare_loop(asked: Config) -> Iterator[OwnLoop]:
     )  # neither it nor the signals are entered
     outset = look(asked, run_dir, watchdog)
     with Checkpointer(run_dir, outset.config.checkpoint, on_failure=console.say) as checkpointer:
-        trainer, beginning = prepare_trainer(asked, outset, checkpointer, StopSignal(), watchdog)
+        trainer, beginning = prepare_trainer(outset, checkpointer, StopSignal(), watchdog)
         restored = None if beginning.found is None else beginning.found.read()
         if jax.process_index() == 0:
-            write_config(asked, run_dir / "config.yaml")
+            write_config(outset.asked, run_dir / "config.yaml")
         console.log(f"start      {beginning.described(outset.config)}")
         start = beginning.start_from(restored, outset.config, beginning.passed_over)
         checkpointer.go_on_from(start.step)

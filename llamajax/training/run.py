@@ -29,7 +29,7 @@ from llamajax.step.resolve import with_placed_state
 from llamajax.step.state import TrainState, abstract_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
-from llamajax.training.beginning import Beginning, check_beginning, find_beginning, open_weights
+from llamajax.training.beginning import Beginning, check_beginning, find_beginning, open_weights, with_commit
 from llamajax.training.loop import Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_data
@@ -64,15 +64,15 @@ def run(asked: Config, *, dry_run: bool = False, owns_process: bool = True) -> N
     with StopSignal(ends_process=owns_process) as stop, Watchdog(limits, run_dir) as watchdog:
         outset = look(asked, run_dir, watchdog)
         if dry_run:
-            check_beginning(asked, outset.config, outset.abstract, outset.pretrained)
+            check_beginning(outset.asked, outset.config, outset.abstract, outset.pretrained)
             compile_all(outset.config, outset.abstract, watchdog)
             return
 
         in_background = functools.partial(watchdog.phase, "save")
         with Checkpointer(run_dir, outset.config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
-            trainer, beginning = prepare_trainer(asked, outset, checkpointer, stop, watchdog)
-            state, stopped = train_to_the_end(trainer, beginning, asked, outset.abstract)
+            trainer, beginning = prepare_trainer(outset, checkpointer, stop, watchdog)
+            state, stopped = train_to_the_end(trainer, beginning, outset)
             watchdog.begin("evaluate")
             if not stopped:
                 write_sample(outset.config, state, trainer.dataset)
@@ -84,6 +84,8 @@ def run(asked: Config, *, dry_run: bool = False, owns_process: bool = True) -> N
 class Outset:
     """A run that fits this machine; nothing of it is read or compiled yet."""
 
+    asked: Config
+    """The run as its user wrote it, with the commit of weights on the Hub."""
     config: Config
     """The run on these devices."""
     began: dict[str, Any]
@@ -104,6 +106,7 @@ def look(asked: Config, run_dir: Path, watchdog: Watchdog) -> Outset:
     startup.begin(asked)
     if pinned is not None:
         console.log(f"pinned     {pinned}")
+    asked = with_commit(asked, run_dir)
     fitted = elastic.fit(asked, run_dir)
     config = fitted.config
     config = with_placed_state(config, startup.lay_out(config).shape)
@@ -115,18 +118,21 @@ def look(asked: Config, run_dir: Path, watchdog: Watchdog) -> Outset:
     check_forms(config)
     if jax.default_backend() == "gpu":
         check_told(config)
-    return Outset(config=config, began=fitted.began, abstract=abstract, pretrained=open_weights(config, run_dir))
+    pretrained = open_weights(config, run_dir)
+    if pretrained is not None:
+        console.log(f"init_from  {pretrained.described}{pretrained.changed_by(config.model)}")
+    return Outset(asked=asked, config=config, began=fitted.began, abstract=abstract, pretrained=pretrained)
 
 
 def prepare_trainer(
-    asked: Config, outset: Outset, checkpointer: Checkpointer, stop: StopSignal, watchdog: Watchdog
+    outset: Outset, checkpointer: Checkpointer, stop: StopSignal, watchdog: Watchdog
 ) -> tuple[Trainer, Beginning]:
     """Finds the beginning of the run, prepares its data and compiles its steps; all processes call this together.
 
     Raises:
         UserError: checkpoint, data or disk do not allow the run.
     """
-    config = outset.config
+    asked, config = outset.asked, outset.config
     beginning = find_beginning(asked, config, outset.abstract, outset.pretrained, checkpointer)
     watchdog.begin("load")
     dataset = prepare_data(config, beginning)
@@ -181,7 +187,7 @@ def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tup
     return Programs(config, runs), Replicas(config.recovery, abstract)
 
 
-def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abstract: TrainState) -> tuple[TrainState, bool]:
+def train_to_the_end(trainer: Trainer, beginning: Beginning, outset: Outset) -> tuple[TrainState, bool]:
     """Trains to the last step or a request to stop; goes back to an earlier checkpoint when a step goes wrong.
 
     Returns:
@@ -192,7 +198,7 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abst
     restored = None if beginning.found is None else beginning.found.read()
     passed_over: tuple[PassedOver, ...] = beginning.passed_over
     if jax.process_index() == 0:
-        write_config(asked, Path(config.run_dir).expanduser() / "config.yaml")
+        write_config(outset.asked, Path(config.run_dir).expanduser() / "config.yaml")
     watchdog.begin("load")
     console.log(f"start      {beginning.described(config)}")
     console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
@@ -207,7 +213,7 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abst
                 bad = error.with_traceback(None)  # the frames hold the state that went wrong
                 del start, restored  # they hold the state that it began with
             watchdog.begin("load")
-            restored, passed_over = go_back(bad, config, abstract.without_copies(), checkpointer, passed_over)
+            restored, passed_over = go_back(bad, config, outset.abstract.without_copies(), checkpointer, passed_over)
 
 
 def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
