@@ -8,9 +8,10 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llamajax.config.adapters import AdaptersConfig
 from llamajax.config.data import DataConfig, is_remote
 from llamajax.config.keys import remedy_for, with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
@@ -54,6 +55,8 @@ class Config(Settings):
     """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face directory. The optimizer starts
     fresh. The weights bring their tokenizer, unless `data.tokenizer.path` names one, and the settings of the model that are
     left out. Unset: random weights."""
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
+    """Low-rank adapters that are trained in place of the weights of `init_from`."""
     init_changes: tuple[InitChange, ...] = ()
     """Settings of the model that this run changes deliberately, such as [rope_theta, rope_scaling] for longer contexts. In
     all other settings that change what the model computes, weights and run must agree."""
@@ -96,6 +99,15 @@ class Config(Settings):
         if problems := config.problems():
             raise ConfigError("\n".join(problems))
         return config
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the parameter of this name is not trained."""
+        return self.train.is_frozen(name) or (self.adapters.enabled and "_adapter." not in name)
+
+    @property
+    def stored_model(self) -> ModelConfig:
+        """Returns the model with the type that its weights, without adapters, are stored in."""
+        return replace(self.model, param_dtype=self.adapters.base_dtype) if self.adapters.enabled else self.model
 
     def broken_rules(self) -> Iterator[str]:
         """Checks rules between sections, and the placement over emulated or planned devices."""

@@ -6,7 +6,8 @@ keys and values (Qwen2, arXiv:2407.10671) and of the output (Llama with `attenti
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, TensorForm, axes_of, num_parts
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
+from llamajax.model.adapters import Adapter, with_columns, with_rows
 from llamajax.model.layers import RMSNorm, normal, output_first, residual_std, with_bias
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
@@ -50,6 +53,9 @@ class Attention(nnx.Module):
     per device: a copy of one of the K heads, with its share of that head's query heads.
     """
 
+    MATRICES: ClassVar[Mapping[str, Sequence[Projection]]] = {"wqkv": ("q", "k", "v"), "wo": ("o",)}
+    """Projections that each matrix joins, see `columns_of`."""
+
     def __init__(self, config: ModelConfig, key: jax.Array):
         D, K, H, dtype = config.embed_dim, config.num_kv_heads, config.head_dim, config.param_dtype
         G = config.num_heads // K
@@ -66,8 +72,32 @@ class Attention(nnx.Module):
         self.output_bias = weight((D,), dtype, stored=(None,), compute=None, init=jnp.zeros) if config.output_bias else None
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config) if config.qk_norm else None
+        self.q_adapter: Adapter | None = nnx.data(None)
+        self.k_adapter: Adapter | None = nnx.data(None)
+        self.v_adapter: Adapter | None = nnx.data(None)
+        self.o_adapter: Adapter | None = nnx.data(None)
         self.scale = score_factor(config) / math.sqrt(H)
         self.kernel: AttentionKernel = config.attention_kernel
+
+    @staticmethod
+    def adapters(
+        model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array
+    ) -> dict[Projection, Adapter]:
+        """Draws adapters of its projections; those that `config` does not name are left out."""
+        D, K, H = model.embed_dim, model.num_kv_heads, model.head_dim
+        heads = ("kv_heads" if K % _num_parts() == 0 else None, None, "head_dim")
+        compute, queries, keys = ("kv_heads", None, "head_dim"), (D, K, model.num_heads // K, H), (D, K, 1, H)
+        kinds: dict[Projection, Any] = {
+            "q": {"shape": queries, "is_row": False, "arrange": _split_queries},
+            "k": {"shape": keys, "is_row": False, "arrange": _repeat_heads},
+            "v": {"shape": keys, "is_row": False, "arrange": _repeat_heads},
+            "o": {"shape": queries, "is_row": True, "arrange": _split_queries},
+        }
+        return {
+            name: Adapter(config, dtype=dtype, key=own_key, stored=heads, compute=compute, **kind)
+            for (name, kind), own_key in zip(kinds.items(), jax.random.split(key, len(kinds)), strict=True)
+            if name in config.targets
+        }
 
     def __call__(
         self,
@@ -89,8 +119,9 @@ class Attention(nnx.Module):
         with jax.named_scope("attend"):
             out, _ = attend(q, k, v, rows.mask, self.scale, past=past, kernel=self.kernel, sequence=sequence)
         with jax.named_scope("output_projection"):
-            out = scattered_matmul(out, self.wo[...], jax.typeof(x).sharding.spec, tensor)
-            return with_bias(out, self.output_bias), (k, v)
+            residual, wo = jax.typeof(x).sharding.spec, self.wo[...]
+            y = scattered_matmul(out, wo, residual, tensor, frozen=self.wo.frozen)
+            return with_bias(with_rows(y, out, wo, self.o_adapter), self.output_bias), (k, v)
 
     def _project(
         self, x: Float[Array, "B T D"], rows: Rows, tensor: TensorForm, saved_share: float
@@ -99,7 +130,9 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
 
             def project(x: jax.Array, is_saved: bool) -> jax.Array:
-                qkv = gathered_matmul(x, self.wqkv[...], tensor)
+                wqkv, adapters = self.wqkv[...], (self.q_adapter, self.k_adapter, self.v_adapter)
+                qkv = gathered_matmul(x, wqkv, tensor, frozen=self.wqkv.frozen)
+                qkv = with_columns(qkv, x, wqkv, adapters)
                 if self.qkv_bias is not None:
                     bias = self.qkv_bias[...]
                     of_stages = is_staged(jax.typeof(bias).sharding.spec)
@@ -137,6 +170,14 @@ def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array,
         return w.astype(dtype)
     queries = jax.lax.reshape(w, (E, J, K * G // J, H), out_sharding=jax.typeof(w).sharding.spec)
     return _split_heads(queries.astype(dtype))
+
+
+def _repeat_heads(w: Float[Array, "E K 1 H"], dtype: DTypeLike) -> Float[Array, "E J 1 H"]:
+    """Copies keys or values for the J kv heads that compute uses, like `_split_qkv`."""
+    K = w.shape[1]
+    if (J := max(K, _num_parts())) == K:
+        return w.astype(dtype)
+    return _split_heads(jnp.repeat(w, J // K, axis=1, out_sharding=jax.typeof(w).sharding.spec).astype(dtype))
 
 
 def _split_heads(w: Float[Array, "E J M H"]) -> Float[Array, "E J M H"]:

@@ -12,11 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import SAVED_BY_REMAT, ModelConfig, Remat
 from llamajax.config.offload import ON_CARD, OffloadConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
+from llamajax.model.adapters import Adapter, attach
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
@@ -187,6 +189,13 @@ def stack_forms(
     }
 
 
+def _keys_of_layers(key: jax.Array, num_layers: int) -> jax.Array:
+    keys = jax.random.split(key, num_layers)
+    if num_layers % num_stages() == 0 and num_stages() > 1:
+        return jax.reshard(keys, spec("layers"))  # then each stage creates its own layers
+    return keys
+
+
 class Llama(nnx.Module):
     """The whole model as a pytree of `nnx.Param`s, each created in its sharding on the current mesh.
 
@@ -206,9 +215,7 @@ class Llama(nnx.Module):
         self.config = config
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
-        keys = jax.random.split(layers_key, config.num_layers)
-        if config.num_layers % num_stages() == 0 and num_stages() > 1:
-            keys = jax.reshard(keys, spec("layers"))  # then each stage creates its own layers
+        keys = _keys_of_layers(layers_key, config.num_layers)
         # In weights prepared for a step with a pipeline: a tuple with the layers in each slot of the stages.
         self.layers = stack(partial(Layer, config))(keys)
         self.whole_first: Layer | None = nnx.data(None)  # the first layer, gathered; only in weights prepared for a step
@@ -344,6 +351,27 @@ class Llama(nnx.Module):
         layers, cached = PreparedWeights(self.layers), (cache.keys, cache.values)
         x, (k, v) = run_layers(layers, run_layer, x, cached, rows, dtype=x.dtype)
         return self._next_token_logits(x), append(cache, k, v)
+
+    def with_adapters(self, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> "Llama":
+        """Returns the model with adapters of all layers, which change nothing yet: `b` is zero, and `magnitude` is the
+        length of the weights.
+
+        Args:
+            config: the adapters.
+            dtype: dtype of the adapters.
+            key: key of their values.
+        """
+
+        def make(key: jax.Array) -> tuple[dict[Projection, Adapter], dict[Projection, Adapter]]:
+            of_attention, of_mlp = jax.random.split(key)
+            known = self.config, config, dtype
+            return Attention.adapters(*known, of_attention), MLP.adapters(*known, of_mlp)
+
+        adapted = jax.tree.map(lambda weight: weight, self)
+        attention, mlp = jax.vmap(make)(_keys_of_layers(key, self.config.num_layers))
+        attach(adapted.layers.attention, Attention.MATRICES, attention)
+        attach(adapted.layers.mlp, MLP.MATRICES, mlp)
+        return adapted
 
     def output_weight(self) -> nnx.Param:
         """Returns the head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""

@@ -72,8 +72,12 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         split = partial(split_over, further=DATA if config.parallel.zero_data == 1 else ())
         weights, opt_state = host_state.create(config, make_optimizer(*of_run, whole=False), model_key, model, split)
     else:
-        weights = _split_further(config, Llama(config.model, model_key) if model is None else model)
-        trained: Any = partition(config.train, weights)[0]  # optax's types know dicts and tuples only
+        weights = Llama(config.stored_model, model_key) if model is None else model
+        if config.adapters.enabled:
+            key = jax.random.fold_in(model_key, 1)
+            weights = weights.with_adapters(config.adapters, config.model.param_dtype, key)
+        weights = _split_further(config, weights)
+        trained: Any = partition(config, weights)[0]  # optax's types know dicts and tuples only
         opt_state = make_optimizer(*of_run).init(trained)
     state = TrainState(
         step=zero, model=weights, opt_state=opt_state, rng=rng, skipped_steps=zero, skipped_in_a_row=zero
@@ -102,7 +106,7 @@ def _split_further(config: Config, model: Llama) -> Llama:
 
 def abstract_model(config: Config) -> Llama:
     """Returns the weights that a run may start from as `jax.ShapeDtypeStruct`, each in the memory where it waits."""
-    shapes = jax.eval_shape(partial(Llama, config.model), jax.random.key(0))
+    shapes = jax.eval_shape(partial(Llama, config.stored_model), jax.random.key(0))
     return concretise(shapes, host_state.places(config, [f"model.{name}" for name in named_arrays(shapes)]))
 
 

@@ -15,7 +15,7 @@ from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.host_memory import added, cast, is_on_host, total
 from llamajax.parallel.stages import num_stages
-from llamajax.parallel.zero import PreparedWeights, no_gradient, whole_over_data
+from llamajax.parallel.zero import PreparedWeights, as_frozen, no_gradient, whole_over_data
 from llamajax.step import host_state, pipeline
 from llamajax.step.batch import IGNORE, Batch
 from llamajax.step.frozen import combine, partition
@@ -79,8 +79,8 @@ class Prepared(NamedTuple):
 
 def begin(config: Config, model: Llama) -> Prepared:
     """Prepares the weights of a step."""
-    trained, frozen = partition(config.train, model)
-    own, fixed = prepare(config, trained), prepare(config, frozen)
+    trained, frozen = partition(config, model)
+    own, fixed = prepare(config, trained), as_frozen(prepare(config, frozen))
     own_copies = copies(config, combine(own, fixed))
     # Of float32 weights, so that gradients are not rounded where they need not travel.
     width = config.offload.gradient_dtype if config.offload.state_share else "float32"
@@ -153,7 +153,7 @@ def apply_gradients(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Clips and applies gradients, once they are divided by `divisor`. Gradients that are not finite, or that come from no
     tokens, are counted and leave weights and optimizer state unchanged."""
-    trained, frozen = partition(config.train, state.model)
+    trained, frozen = partition(config, state.model)
     chex.assert_trees_all_equal_shapes(grads, trained)
     is_away = host_state.is_away(trained, state.opt_state)
     if not is_away:  # otherwise rounded gradients would be rounded again; their update divides them
