@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 
 from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.parallel import num_parts
-from llamajax.parallel.float8 import Factor, Float8
+from llamajax.parallel.float8 import Factor, Float8, values
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul, tokenwise_matmul
 from llamajax.parallel.stages import is_staged, merge, split
 from llamajax.parallel.zero import Dims, weight, with_value
@@ -152,11 +152,11 @@ _amplified.defvjp(lambda scale, x: (scale * x, None), lambda scale, _, d_out: (s
 
 def _plain(w: Factor) -> Float[Array, "..."]:
     """Returns the numbers of a gathered weight, without a gradient."""
-    w = jax.lax.stop_gradient(w)
-    if isinstance(w, Float8):
-        scale = jnp.expand_dims(w.scale, range(w.scale.ndim, w.ndim))
-        w = (w.values.astype(jnp.float32) * scale).astype(w.dtype)
-    return jax.reshard(w, P(*jax.typeof(w).sharding.spec.partitions))
+    numbers = jax.lax.stop_gradient(values(w))
+    numbers = jax.reshard(numbers, P(*jax.typeof(numbers).sharding.spec.partitions))
+    if not isinstance(w, Float8):
+        return numbers
+    return (numbers.astype(jnp.float32) * jnp.expand_dims(w.scale, range(w.scale.ndim, w.ndim))).astype(w.dtype)
 
 
 def _factor(adapter: Adapter | None, w: Float[Array, "..."]) -> Float32[Array, "..."]:
