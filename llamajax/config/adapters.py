@@ -56,6 +56,13 @@ class AdaptersConfig(Section):
         """Factor of an adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
+    @property
+    def described(self) -> str:
+        """The adapters in a few words."""
+        name = {"none": "none", "lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}[self.kind]
+        base = f"{self.base} with scales in eight bits" if self.is_quantized and self.double_quantization else self.base
+        return f"{name} of rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}; frozen layers in {base}"
+
     def broken_rules(self) -> Iterator[str]:
         if not self.targets:
             yield "targets: must name at least one projection; remove it for all"

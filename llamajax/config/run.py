@@ -114,6 +114,12 @@ class Config(Settings):
         train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
         if not self.run_dir:
             yield "run_dir: must not be empty"
+        if self.adapters.enabled and self.init_from is None:
+            yield "adapters.kind: needs init_from; name the model that the adapters add to, or set none"
+        if self.adapters.enabled and train.frozen:
+            yield "train.frozen: has no effect with adapters, beside which all weights are frozen; remove it"
+        if self.adapters.enabled and self.offload.state_share:
+            yield "offload.optimizer: adapters have a small state, which stays on the card; remove it"
         if self.init_changes and self.init_from is None:
             yield "init_changes: has no effect without init_from; name the weights there, or remove this"
         for name, seq_len in data.row_lengths.items():

@@ -117,9 +117,7 @@ def with_columns(
     if all(adapter.magnitude is None for adapter in own):
         return y
     whole = _plain(w)
-    factors = [
-        _factor(adapter, whole[..., own_columns, :]) for adapter, own_columns in zip(adapters, columns, strict=True)
-    ]
+    factors = [_factor(adapter, whole[..., own_columns, :]) for adapter, own_columns in zip(adapters, columns, strict=True)]
     return _times(y, jnp.concatenate(factors, axis=-2))
 
 

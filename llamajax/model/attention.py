@@ -80,9 +80,7 @@ class Attention(nnx.Module):
         self.kernel: AttentionKernel = config.attention_kernel
 
     @staticmethod
-    def adapters(
-        model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array
-    ) -> dict[Projection, Adapter]:
+    def adapters(model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> dict[Projection, Adapter]:
         """Draws adapters of its projections; those that `config` does not name are left out."""
         D, K, H = model.embed_dim, model.num_kv_heads, model.head_dim
         heads = ("kv_heads" if K % _num_parts() == 0 else None, None, "head_dim")

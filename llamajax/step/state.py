@@ -15,7 +15,7 @@ from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise, named_arrays
 from llamajax.parallel.sharding import axes_in
 from llamajax.parallel.stages import STAGE, num_stages
-from llamajax.parallel.zero import DATA, split_over
+from llamajax.parallel.zero import DATA, as_frozen, split_over, trained_only
 from llamajax.step import host_state
 from llamajax.step.frozen import combine, partition
 from llamajax.step.optim import make_optimizer
@@ -47,9 +47,9 @@ class TrainState:
         """Returns the weights to compute with: copies where there are some, master weights otherwise."""
         return self.model if self.copies is None else combine(self.copies, self.model)
 
-    def without_copies(self) -> "TrainState":
-        """Returns the state as checkpoints hold it."""
-        return dataclasses.replace(self, copies=None)
+    def as_saved(self) -> "TrainState":
+        """Returns the state as checkpoints hold it: without copies, and without frozen weights that adapters add to."""
+        return dataclasses.replace(self, model=trained_only(self.model), copies=None)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -75,7 +75,7 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         weights = Llama(config.stored_model, model_key) if model is None else model
         if config.adapters.enabled:
             key = jax.random.fold_in(model_key, 1)
-            weights = weights.with_adapters(config.adapters, config.model.param_dtype, key)
+            weights = as_frozen(weights).with_adapters(config.adapters, config.model.param_dtype, key)
         weights = _split_further(config, weights)
         trained: Any = partition(config, weights)[0]  # optax's types know dicts and tuples only
         opt_state = make_optimizer(*of_run).init(trained)
@@ -83,6 +83,11 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         step=zero, model=weights, opt_state=opt_state, rng=rng, skipped_steps=zero, skipped_in_a_row=zero
     )  # fmt: skip
     return dataclasses.replace(state, copies=_copies(config, weights))
+
+
+def with_base(config: Config, state: TrainState, base: Llama) -> TrainState:
+    """Returns the state from a checkpoint of adapters with the frozen weights, which are donated."""
+    return dataclasses.replace(state, model=combine(state.model, init_state(config, base).model))
 
 
 def _copies(config: Config, model: Llama) -> Llama | None:
