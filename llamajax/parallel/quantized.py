@@ -111,16 +111,18 @@ def quantize(
     # Multiply by the reciprocal, as bitsandbytes does, because a quotient can round to another code. Four times the
     # reciprocal is a normal number even for the largest weights.
     fractions = wide * _spread(4 / jnp.maximum(largest, _SMALLEST), dim, block) / 4
-    codes, scales = _encoded(fractions, form, dim), largest / _TOP[form]
+    codes, top = _encoded(fractions, form, dim), _TOP[form]
     if not double:
-        return Quantized(codes, scales, None, None, form, dim, across, x.dtype)
-    group = block_size(scales.shape[across])
-    groups = _split(scales, across, group)
+        return Quantized(codes, largest / top, None, None, form, dim, across, x.dtype)
+    group = block_size(largest.shape[across])
+    groups = _split(largest, across, group)
     least = jnp.min(groups, across)
-    steps = (_largest(groups, across) - least) / _NUM_STEPS
-    above = scales - _spread(least, across, group)
-    places = jnp.round(above / _spread(jnp.maximum(steps, _SMALLEST), across, group))
-    return Quantized(codes, places.astype(jnp.uint8), steps, least, form, dim, across, x.dtype)
+    # With 16 significant bits, the products of steps and eight-bit places are exact: all programs decode the same numbers,
+    # whether or not they round products before they add.
+    steps = jax.lax.reduce_precision((_largest(groups, across) - least) / (_NUM_STEPS * top), 8, 15)
+    per_step = 1 / jnp.maximum(top * steps, _SMALLEST)
+    places = jnp.round((largest - _spread(least, across, group)) * _spread(per_step, across, group))
+    return Quantized(codes, places.astype(jnp.uint8), steps, least / top, form, dim, across, x.dtype)
 
 
 def dequantize(weight: Quantized, dtype: DTypeLike | None = None) -> Float[Array, "*dims"]:

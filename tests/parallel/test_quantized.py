@@ -58,7 +58,7 @@ def of_sizes() -> np.ndarray:
     """A matrix [640, 64] with blocks of every size that weights can have, and blocks of zeros."""
     sizes = [1.0, 1e-30, 1e-36, 1e-3, 1e4, 1e30, 1e38, 0.0, 2.0**-126, 3e-5]
     w = drawn(640, 64).astype(np.float64) * np.repeat(sizes, 64)[:, None]
-    return np.clip(w, -3.4e38, 3.4e38).astype(np.float32)
+    return np.clip(w, -3.3e38, 3.3e38).astype(np.float32)
 
 
 def test_nf4_is_the_nearest_published_number_two_to_a_byte():
@@ -157,6 +157,7 @@ class Matrix(NamedTuple):
 
 
 MESHES = [MeshConfig(fsdp=8), MeshConfig(fsdp=2, tensor=4), MeshConfig(data=2, fsdp=1, sequence=2, tensor=2)]
+SAMPLE = list(zip(FORMS, MESHES, strict=True))
 LAYERS, D, K, C, H, F = 2, 512, 4, 4, 16, 256
 MATRICES = {
     "wqkv": Matrix(0, (D, K, C, H), ("embed", "kv_heads", None, "head_dim"), (None, "kv_heads", None, "head_dim")),
@@ -171,7 +172,13 @@ MATRICES = {
     ("form", "sizes", "names"),
     [
         ("nf4", MESHES[1], ("wqkv", "w_down")),
-        *(pytest.param(form, sizes, tuple(MATRICES), marks=pytest.mark.slow) for form in FORMS for sizes in MESHES),
+        *(
+            pytest.param(
+                form, sizes, tuple(MATRICES), marks=pytest.mark.slow if (form, sizes) in SAMPLE else pytest.mark.long
+            )
+            for form in FORMS
+            for sizes in MESHES
+        ),
     ],
 )
 def test_devices_quantize_and_decode_their_own_parts_without_communication(form, sizes, names):
