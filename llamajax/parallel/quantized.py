@@ -11,7 +11,7 @@ distributed weights this adds 0.005% to the rounding errors of NF4; QLoRA's own 
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ def quantize(
     """Rounds every weight to the nearest code of its block.
 
     Blocks of zeros stay zeros. A non-finite weight makes its block non-finite, and with `double` its group of blocks. A
-    block of weights below 2^-117 may become zeros.
+    block of weights below 2^-106 may become zeros, because XLA may compute with numbers below 2^-126 as with zeros.
 
     Args:
         x: a weight, or a stack of layers. If it is sharded, each device must hold whole blocks, and with `double` whole
@@ -151,7 +151,7 @@ def _encoded(fractions: Float32[Array, "*dims"], form: QuantizedForm, dim: int) 
     if form == "int8":
         return jnp.round(fractions * _TOP[form]).astype(jnp.int8)
     bounds = (_NF4[1:] + _NF4[:-1]) / 2
-    codes = sum(((fractions > bound).astype(jnp.uint8) for bound in bounds), jnp.uint8(0))
+    codes = reduce(jnp.add, [(fractions > bound).astype(jnp.uint8) for bound in bounds])
     upper, lower = jnp.unstack(_split(codes, dim, 2), axis=dim)
     return (upper << 4) | lower
 
@@ -160,7 +160,7 @@ def _decoded(codes: Array, form: QuantizedForm, dim: int) -> Float32[Array, "*di
     """Returns the numbers of codes, before the scale."""
     if form != "nf4":
         return codes.astype(jnp.float32)
-    shifts = np.expand_dims(np.uint8([4, 0]), [other for other in range(-1 - codes.ndim, 0) if other != dim])
+    shifts = np.expand_dims(np.array([4, 0], np.uint8), [other for other in range(-1 - codes.ndim, 0) if other != dim])
     codes = _merged((jnp.expand_dims(codes, dim) >> shifts) & 15, dim)
     # XLA reads the table within the kernel that scales the numbers, with one load per weight. Selecting among constants
     # takes twice the instructions.

@@ -27,16 +27,17 @@ from llamajax.planning.xla.compile import planned_mesh
 from tests.tiny import single_device_mesh, tiny_config
 
 FORMS: tuple[QuantizedForm, ...] = ("nf4", "int8", "float8")
-NF4 = np.float32(
+NF4 = np.array(
     [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
         -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ]
+    ],
+    np.float32,
 )  # fmt: skip
 """As published (arXiv:2305.14314, appendix E)."""
-TINY = 2.0**-117
-"""Blocks of weights below it may become zeros: XLA computes with numbers below 2^-126 as with zeros on CPUs."""
+TINY = 2.0**-106
+"""Blocks of smaller weights are off by at most that: XLA computes with numbers below 2^-126 as with zeros on CPUs."""
 quantized = jax.jit(quantize, static_argnums=(1, 2), static_argnames=("num_stacked", "double"))
 numbers = jax.jit(dequantize, static_argnums=1)
 
@@ -143,7 +144,9 @@ def test_double_quantization_rounds_scales_to_255_steps(dim):
     steps, least = (
         np.repeat(x, 64, axis=1 if dim == 0 else 0) for x in (np.asarray(double.steps), np.asarray(double.least))
     )
-    np.testing.assert_array_less(np.abs(least + np.asarray(double.scales) * steps - single.scales), 0.501 * steps)
+    above = np.asarray(double.scales) * steps
+    np.testing.assert_array_equal(above, np.asarray(double.scales) * steps.astype(np.float64))  # exact in every program
+    np.testing.assert_array_less(np.abs(least + above - single.scales), 0.501 * steps)
     errors = [np.sqrt(np.mean(np.square(whole(made) - w))) for made in (single, double)]
     assert errors[1] < 1.002 * errors[0]
 
@@ -157,7 +160,6 @@ class Matrix(NamedTuple):
 
 
 MESHES = [MeshConfig(fsdp=8), MeshConfig(fsdp=2, tensor=4), MeshConfig(data=2, fsdp=1, sequence=2, tensor=2)]
-SAMPLE = list(zip(FORMS, MESHES, strict=True))
 LAYERS, D, K, C, H, F = 2, 512, 4, 4, 16, 256
 MATRICES = {
     "wqkv": Matrix(0, (D, K, C, H), ("embed", "kv_heads", None, "head_dim"), (None, "kv_heads", None, "head_dim")),
@@ -172,13 +174,9 @@ MATRICES = {
     ("form", "sizes", "names"),
     [
         ("nf4", MESHES[1], ("wqkv", "w_down")),
-        *(
-            pytest.param(
-                form, sizes, tuple(MATRICES), marks=pytest.mark.slow if (form, sizes) in SAMPLE else pytest.mark.long
-            )
-            for form in FORMS
-            for sizes in MESHES
-        ),
+        pytest.param("int8", MESHES[0], ("wo", "w_gate_up"), marks=pytest.mark.slow),
+        pytest.param("float8", MESHES[2], ("wo", "w_gate_up"), marks=pytest.mark.slow),
+        *(pytest.param(form, sizes, tuple(MATRICES), marks=pytest.mark.long) for form in FORMS for sizes in MESHES),
     ],
 )
 def test_devices_quantize_and_decode_their_own_parts_without_communication(form, sizes, names):
@@ -206,7 +204,13 @@ def test_devices_quantize_and_decode_their_own_parts_without_communication(form,
             assert {array.sharding.spec for array in [made[name], *jax.tree.leaves(weight)]} == {weight.codes.sharding.spec}
             assert weight.shape == stacks[name].shape
     for program in (round_own, *decoders):
-        assert not re.search(r"all-|collective|permute", program.as_text())
+        assert not re.search(r"all-|collective|permute", text(program))
+
+
+def text(program: jax.stages.Compiled) -> str:
+    found = program.as_text()
+    assert found is not None
+    return found
 
 
 def equal(ours: jax.Array, theirs: jax.Array) -> None:
@@ -292,8 +296,10 @@ def test_a_gpu_decodes_in_one_kernel_and_quantizes_in_place(dim):
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=lies), jax.eval_shape(round_own, x)
         )
         compiled = round_own.lower(x).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * 2 * x.size
-        program = jax.jit(dequantize).lower(weight).compile().as_text()
-    kernels = re.findall(r"kind=k(\w+)", program[program.index("ENTRY") :])
-    assert kernels == ["Loop"]
-    assert " gather(" not in program[program.index("ENTRY") :]
+        program = text(jax.jit(dequantize).lower(weight).compile())
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 0.05 * (x.size * x.dtype.itemsize / 8)
+    kernels = program[program.index("ENTRY") :]
+    assert re.findall(r"kind=k(\w+)", kernels) == ["Loop"]
+    assert " gather(" not in kernels
