@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from llamajax.config.parallel import axes_of
 from llamajax.config.run import Config
 from llamajax.model import Llama
+from llamajax.model.adapters import quantized_layers
 from llamajax.parallel.arrays import concretise, named_arrays
 from llamajax.parallel.sharding import axes_in
 from llamajax.parallel.stages import STAGE, num_stages
@@ -72,7 +73,7 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         split = partial(split_over, further=DATA if config.parallel.zero_data == 1 else ())
         weights, opt_state = host_state.create(config, make_optimizer(*of_run, whole=False), model_key, model, split)
     else:
-        weights = Llama(config.stored_model, model_key) if model is None else model
+        weights = drawn(config, model_key) if model is None else model
         if config.adapters.enabled:
             key = jax.random.fold_in(model_key, 1)
             weights = as_frozen(weights).with_adapters(config.adapters, config.model.param_dtype, key)
@@ -91,6 +92,8 @@ def with_base(config: Config, state: TrainState, base: Llama) -> TrainState:
 
 
 def _copies(config: Config, model: Llama) -> Llama | None:
+    if not config.offload.state_share:
+        return None
     return host_state.copies(model, config.model.compute_dtype, on_host=config.offload.parameters == "all")
 
 
@@ -109,9 +112,17 @@ def _split_further(config: Config, model: Llama) -> Llama:
     return split
 
 
+def drawn(config: Config, key: jax.Array) -> Llama:
+    """Returns random weights, without adapters, as they are stored."""
+    model = Llama(config.stored_model, key)
+    if config.adapters.is_quantized:
+        model.layers = quantized_layers(config.adapters, model.layers, num_stacked=1)
+    return model
+
+
 def abstract_model(config: Config) -> Llama:
     """Returns the weights that a run may start from as `jax.ShapeDtypeStruct`, each in the memory where it waits."""
-    shapes = jax.eval_shape(partial(Llama, config.stored_model), jax.random.key(0))
+    shapes = jax.eval_shape(partial(drawn, config), jax.random.key(0))
     return concretise(shapes, host_state.places(config, [f"model.{name}" for name in named_arrays(shapes)]))
 
 
