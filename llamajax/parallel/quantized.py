@@ -6,8 +6,8 @@ own partition spec, and gathered, sliced or exchanged like the weight. Devices t
 without communication.
 
 With double quantization, scales are in eight bits: in equal steps from the smallest to the largest of a group of 64
-neighbouring blocks. Groups run along another dim than blocks, so that they divide over a mesh as blocks do. On normally
-distributed weights this adds 0.005% to the rounding errors of NF4; QLoRA's own code adds 0.025%.
+neighbouring blocks. Groups run along another dim than blocks, so that they divide over a mesh as blocks do. On 16.8
+million normally distributed weights this adds 0.005% to the root mean square error of NF4; bitsandbytes 0.50.2 adds 0.025%.
 """
 
 from dataclasses import dataclass
