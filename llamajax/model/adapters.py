@@ -26,7 +26,6 @@ from llamajax.parallel.quantized import Quantized, dequantize
 from llamajax.parallel.stages import is_staged, merge, split
 from llamajax.parallel.zero import Dims, as_quantized, weight, with_value
 
-
 Tree = TypeVar("Tree")
 
 
@@ -72,8 +71,9 @@ class Adapter(nnx.Module):
             arrange=arrange,
         )  # fmt: skip
         self.a, self.b = (with_n, with_d) if is_row else (with_d, with_n)
-        outputs = dict(shape=(D,), stored=(None,)) if is_row else dict(shape=tuple(N), stored=stored)
-        self.magnitude = weight(**outputs, dtype=dtype, compute=None, init=jnp.ones) if config.kind == "dora" else None
+        outputs, lie = ((D,), (None,)) if is_row else (tuple(N), stored)
+        is_dora = config.kind == "dora"
+        self.magnitude = weight(outputs, dtype, stored=lie, compute=None, init=jnp.ones) if is_dora else None
         self.scale, self.is_row, self.arrange = config.scale, is_row, None if is_row else arrange
 
     def product(self) -> Float[Array, "D *N"]:

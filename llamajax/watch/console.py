@@ -181,9 +181,7 @@ def print_header(config: Config, model: Any) -> None:
     log(f"model      {format_count(num_params)} parameters ({num_params:,})")
     if config.adapters.enabled:
         own = sum(leaf.size for name, leaf in named_arrays(model).items() if not config.is_frozen(name))
-        log(
-            f"adapters   {config.adapters.described}: {format_count(own)} trained parameters ({own:,}, {own / num_params:.2%})"
-        )
+        log(f"adapters   {config.adapters.described}: {format_count(own)} parameters to train ({own / num_params:.2%})")
     print_table(parameter_table(model))
 
 
