@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import P
 from jax.sharding import AbstractMesh, NamedSharding
+from jaxtyping import Array, UInt32
 
 from llamajax.parallel.host_memory import KIND
 
@@ -54,3 +56,13 @@ def after(x: jax.Array, others: Any) -> jax.Array:
     """Returns `x`, available only after `others`. Zeros depend on nothing, so without this XLA may create the zeros that a
     micro-batch starts with while the previous one still needs the memory."""
     return jax.lax.optimization_barrier((x, others))[0]
+
+
+def mixed(words: UInt32[Array, "..."], place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Returns words that depend on every bit of both; for one place it is a bijection."""
+    # Positions an odd number apart, then the last steps of MurmurHash3, which spread every bit (Appleby, 2011, public
+    # domain).
+    mixed = words ^ (place * jnp.uint32(0x9E3779B1))
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return mixed ^ (mixed >> 16)
