@@ -46,8 +46,9 @@ def concretise(abstract_state: Tree, on_host: Sequence[bool] | None = None) -> T
 def named_arrays(state: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Returns the leaves by their path in the tree, such as `model.layers.up`, in the order of `jax.tree.leaves`."""
     paths, _ = jax.tree.flatten_with_path(state, is_leaf=is_leaf)
-    # An nnx.Param is a node with one leaf `value`; the name `value` adds nothing.
-    named = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}
+    # An nnx.Param is a node with one child `value`; the name `value` adds nothing.
+    keys = (f"{jax.tree_util.keystr(path, simple=True, separator='.')}." for path, _ in paths)
+    named = {key.replace(".value.", ".")[:-1]: leaf for key, (_, leaf) in zip(keys, paths, strict=True)}
     assert len(named) == len(paths), "two leaves have the same name"
     return named
 
