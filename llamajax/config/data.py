@@ -1,5 +1,6 @@
 """The data of a run: sources of documents, tokenizer, rows."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -223,6 +224,20 @@ class DataConfig(Section):
         """Every length of rows, in tokens, by the key below `data` that sets it."""
         of_stages = {f"stages.{index}.seq_len": stage.seq_len for index, stage in enumerate(self.stages) if stage.seq_len}
         return {"seq_len": self.seq_len, **of_stages}
+
+    @property
+    def local_patterns(self) -> dict[str, str]:
+        """Names and globs of files on this machine, by key; a directory, which means the files below it, is left out."""
+        patterns = {
+            f"sources.{i}.paths.{j}": path
+            for i, source in enumerate(self.sources)
+            for j, (named, path) in enumerate(zip(source.paths, source.patterns, strict=True))
+            if not is_remote(path) and not os.path.isdir(os.path.expanduser(named))
+        }
+        held_out = self.cleaning.decontamination.paths
+        return patterns | {
+            f"cleaning.decontamination.paths.{j}": path for j, path in enumerate(held_out) if not is_remote(path)
+        }
 
     def without_stages(self, seq_len: int | None = None) -> "DataConfig":
         """Returns the same sources without stages, each with its first weight above 0, in rows of `seq_len` tokens; None:

@@ -4,14 +4,13 @@ A section checks itself when it is built; `Config.problems` checks rules between
 and are never written back. This module imports no jax, so that `--help`, launchers and tools start fast.
 """
 
-import importlib.util
 import math
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llamajax.config.data import DataConfig, is_remote
+from llamajax.config.adapters import AdaptersConfig, adapter_problems
+from llamajax.config.data import DataConfig
 from llamajax.config.hub import Weights
 from llamajax.config.keys import remedy_for, with_values
 from llamajax.config.machine import HardwareConfig, XlaConfig
@@ -28,6 +27,7 @@ from llamajax.config.parallel import (
     num_parts,
     splits_residual,
 )
+from llamajax.config.quantized import undivided_blocks
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.stages import pipeline_problems
@@ -55,6 +55,8 @@ class Config(Settings):
     """Weights to start from: a run's directory, one of its checkpoints, a Hugging Face directory, or hf://ORG/NAME[@REVISION]
     on the Hugging Face Hub; the run keeps its commit. The weights bring their tokenizer, unless `data.tokenizer.path` names
     one, and all settings of the model that are left out. The optimizer starts fresh. Unset: random weights."""
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
+    """Low-rank adapters that are trained in place of the weights of `init_from`."""
     init_changes: tuple[InitChange, ...] = ()
     """Settings of the model that this run changes deliberately, such as [rope_theta, rope_scaling] for longer contexts. In
     all other settings that change what the model computes, weights and run must agree."""
@@ -98,11 +100,23 @@ class Config(Settings):
             raise ConfigError("\n".join(problems))
         return config
 
+    def is_frozen(self, name: str) -> bool:
+        """Whether the parameter of this name is not trained."""
+        if self.adapters.enabled:
+            return "_adapter." not in name or name.endswith("_adapter.number")
+        return self.train.is_frozen(name)
+
+    @property
+    def stored_model(self) -> ModelConfig:
+        """Returns the model with the type that its weights, without adapters, are stored in."""
+        return replace(self.model, param_dtype=self.adapters.base_dtype) if self.adapters.enabled else self.model
+
     def broken_rules(self) -> Iterator[str]:
         """Checks rules between sections, and the placement over emulated or planned devices."""
         train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
         if not self.run_dir:
             yield "run_dir: must not be empty; name a directory"
+        yield from adapter_problems(self.adapters, model, train, self.init_from, moves_state=self.offload.state_share > 0)
         if self.init_changes and self.init_from is None:
             yield "init_changes: has no effect without init_from; name the weights there, or remove this"
         for name, seq_len in data.row_lengths.items():
@@ -179,6 +193,8 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
+        if self.adapters.base in ("float8", "int8", "nf4") and self.adapters.enabled:
+            problems += undivided_blocks(self.model, self.adapters.base, axes)
         return [*problems, *pipeline_problems(self.model, self.parallel, train, axes, self.mesh.stages)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
@@ -268,27 +284,14 @@ class Config(Settings):
     def file_problems(self) -> list[str]:
         """Returns one `key: rule; remedy` line for everything that the configuration names and this machine does not
         have."""
-        problems = []
-        if self.metrics.wandb and importlib.util.find_spec("wandb") is None:
-            problems.append("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")
-        if self.metrics.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-            problems.append("metrics.tensorboard: tensorboardX is missing; run pip install tensorboardX, or turn it off")
         cleaning = self.data.cleaning
+        problems = [f"metrics.{problem}" for problem in self.metrics.missing_packages()]
         problems += [f"data.cleaning.{problem}" for problem in cleaning.missing_packages()]
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
         told = {"checkpoint.local_dir": self.checkpoint.local_dir, "offload.tiers.nvme_dir": self.offload.tiers.nvme_dir}
         told["xla.compilation_cache"] = None if self.xla.compilation_cache == "auto" else self.xla.compilation_cache
         folders |= {key: path for key, path in told.items() if path is not None}
-        patterns = {
-            f"data.sources.{i}.paths.{j}": path
-            for i, source in enumerate(self.data.sources)
-            for j, (named, path) in enumerate(zip(source.paths, source.patterns, strict=True))
-            if not is_remote(path) and not os.path.isdir(os.path.expanduser(named))  # a directory means the files below it
-        }
-        held_out = cleaning.decontamination.paths
-        patterns |= {
-            f"data.cleaning.decontamination.paths.{j}": path for j, path in enumerate(held_out) if not is_remote(path)
-        }
+        patterns = {f"data.{key}": pattern for key, pattern in self.data.local_patterns.items()}
         of_datasets = tuple(f"data.sources.{i}." for i, source in enumerate(self.data.sources) if source.kind == "arrow")
         named = {
             "data.tokenizer.path": self.data.tokenizer.path,
