@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from llamajax.data.chat.chat_template import ChatTemplate, Rendered
 from llamajax.data.chat.left_out import Words
-from llamajax.data.documents.conversations import Message, content_of
+from llamajax.data.documents.messages import Message, content_of
 from llamajax.errors import DataError
 
 TRAINING_DATE = "2024-07-26"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamajax.data.documents.conversations import Message
+from llamajax.data.documents.messages import Message
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.disk import cannot_read
 from llamajax.errors import DataError

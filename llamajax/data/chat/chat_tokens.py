@@ -4,15 +4,17 @@ import contextlib
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
 from llamajax.data.chat.answers import cannot_tell, find_answers, spans_before_prompt
 from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.data.chat.left_out import left_out
-from llamajax.data.documents.conversations import Conversation, Message, content_of
+from llamajax.data.documents.conversations import Conversation
+from llamajax.data.documents.messages import Message, content_of
+from llamajax.data.documents.token_records import Encoded
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import DataError, show
 
@@ -24,14 +26,6 @@ _THOUGHTS: list[Message] = [
     {"content": f"<think>\nI think.\n</think>\n\n{_SAID}"},
 ]
 """Thoughts that may precede the answer; templates that open every answer with a thought require one."""
-
-
-class Encoded(NamedTuple):
-    """A conversation as tokens."""
-
-    ids: Int32[np.ndarray, "T"]
-    learnt: Bool[np.ndarray, "T"]
-    """Whether each token is the assistant's, including the token that ends its turn."""
 
 
 def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversation: Conversation) -> list[Encoded]:

@@ -17,10 +17,11 @@ from jaxtyping import Bool, Int64
 from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate
-from llamajax.data.chat.chat_tokens import Encoded, encode_conversation
+from llamajax.data.chat.chat_tokens import encode_conversation
 from llamajax.data.documents.file_groups import GROUP_BYTES, HashedGroup, announce_fetching
 from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import plain_hash
+from llamajax.data.documents.token_records import Encoded
 from llamajax.data.progress import Progress, TokenizingProgress
 from llamajax.data.tokenizers.encoder_choice import choose_encoder
 from llamajax.data.tokenizers.long_documents import Spool, encode_long
@@ -41,7 +42,8 @@ FOLDER = "shards-2"
 _DOCUMENTS = "shard-1"
 _LONG = "whole"
 """Key for groups that may contain documents which earlier versions cut."""
-_CONVERSATIONS = "chat-4"
+_CONVERSATIONS = "chat-5"
+_TOKENS = "tokens-1"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Shard:
     sha256: str
     """Hash that identifies the content."""
     learnt: cache.CheckedArray | None = None
-    """For conversations, whether each token is trained on, as bits, highest first: uint8 [ceil(num_tokens / 8)]."""
+    """For documents that say so, whether each token is trained on, as bits, highest first: uint8 [ceil(num_tokens / 8)]."""
     num_more: int = 0
     """Number of additional documents of conversations that become several, because one cannot train on all answers."""
 
@@ -102,11 +104,13 @@ class Shard:
 def shards_entry(group: HashedGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
     """Returns the directory of the group's shards; `template` is needed only for conversations and ignored otherwise."""
     key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
-    if group.may_be_long and not group.is_chat:
+    if group.may_be_long and not group.has_targets:
         key.append(_LONG)
-    if group.is_chat:
+    if group.source.config.kind == "chat":
         assert template is not None
         key += [_CONVERSATIONS, template.sha256]
+    elif group.has_targets:
+        key.append(_TOKENS)
     return cache_dir / FOLDER / cache.key_of(*key)
 
 
@@ -301,9 +305,8 @@ def _next_shard(
                     last = False
                     break
         size += batch_size
-        if group.is_chat:
-            assert template is not None
-            encoded = _encode_conversations(batch, tokenizer, template, leave_out)
+        if group.has_targets:
+            encoded = _encode_marked(batch, tokenizer, template, leave_out)
             num_more += sum(len(samples) - 1 for _, samples in encoded)
             batch = [document for document, samples in encoded for _ in samples]
             ids = [ids for _, samples in encoded for ids, _ in samples]
@@ -342,11 +345,11 @@ def _next_shard(
         "hashes": np.concatenate(hashes),
         "plain_hashes": np.concatenate(plain_hashes),
     }
-    if group.is_chat:
+    if group.has_targets:
         arrays["learnt"] = np.packbits(np.concatenate(learnt))
     return arrays, {
         "text_bytes": text_bytes, "first": first, "num_space_signs": num_space_signs, "num_empty": num_empty,
-        "num_bad": num_bad, "first_bad": first_bad, "last": last, **({"num_more": num_more} if group.is_chat else {}),
+        "num_bad": num_bad, "first_bad": first_bad, "last": last, **({"num_more": num_more} if group.has_targets else {}),
     }  # fmt: skip
 
 
@@ -363,13 +366,17 @@ def _pass_over(documents: Iterator[Document], number: int) -> None:
             pass
 
 
-def _encode_conversations(
-    documents: Sequence[Document], tokenizer: Tokenizer, template: ChatTemplate, leave_out: Callable[[str], None]
+def _encode_marked(
+    documents: Sequence[Document], tokenizer: Tokenizer, template: ChatTemplate | None, leave_out: Callable[[str], None]
 ) -> list[tuple[Document, list[Encoded]]]:
-    """Returns the conversations that the template accepts; `leave_out` receives the errors of the others."""
+    """Returns the documents that say what is trained on, as tokens; `leave_out` receives the errors of the others."""
     encoded = []
     for document in documents:
+        if (own := document.encoded) is not None:
+            encoded.append((document, [own]))
+            continue
         assert document.conversation is not None
+        assert template is not None
         try:
             encoded.append((document, encode_conversation(template, tokenizer, document.conversation)))
         except DataError as error:

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llamajax.config.data import ChatFormat
+from llamajax.config.conversations import ChatForm, ChatFormat
 from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.data.chat.chat_tokens import encode_conversation
 from llamajax.data.documents.conversations import conversation_of
@@ -50,7 +50,7 @@ def spelling(folder: Path):
 def samples(both, text, record, chat_format: ChatFormat = "messages"):
     """Returns the text of each sample and its learnt part, decoded by transformers."""
     ours, theirs, template = both
-    encoded = encode_conversation(template(text), ours, conversation_of(record, chat_format))
+    encoded = encode_conversation(template(text), ours, conversation_of(record, ChatForm(chat_format=chat_format)))
     found = []
     for ids, learnt in encoded:
         said, before = [], False

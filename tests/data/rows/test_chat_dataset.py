@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamajax.config.data import ChatFormat, SourceConfig, TokenizerConfig
+from llamajax.config.conversations import ChatFormat
+from llamajax.config.data import SourceConfig, TokenizerConfig
 from llamajax.data.chat.chat_template import load_chat_template
 from llamajax.data.documents import file_groups
 from llamajax.data.rows.dataset import prepare
