@@ -177,7 +177,7 @@ def test_help_is_short_and_names_the_sections_and_the_manual(capsys, monkeypatch
 def test_help_on_a_narrow_terminal_puts_meanings_below(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = help_text("python -m llamajax.train", Config, TRAIN_OPTIONS)
-    assert "\n  --train.num_steps INT\n      Number of optimizer steps.\n" in text
+    assert "\n  --train.num_steps INT\n      Number of optimizer steps; 0: as many as" in text
 
 
 def test_the_settings_of_the_short_help_exist_and_their_first_sentences_are_short():
@@ -319,7 +319,7 @@ def test_a_process_ends_as_its_command_line_deserves_and_without_jax():
     bad = run("--config", "my.yaml", "--train.num_steps", "0", "--model.num_layer=1")
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.splitlines() == [
-        "--train.num_steps: 0 must be positive",
+        "--train.num_steps: 0 must be positive; set it, or num_epochs",
         "--model.num_layer: unknown key 'model.num_layer'; did you mean 'model.num_layers'?",
         "False",
     ]
