@@ -10,8 +10,8 @@ from llamajax.config.watch import ProfileConfig
 def length_problems(
     train: TrainConfig, data: DataConfig, optimizer: OptimizerConfig, profile: ProfileConfig
 ) -> Iterator[str]:
-    """Yields one `key: rule; remedy` line for each setting that needs a longer run; none while `num_epochs` leaves the number
-    of steps open."""
+    """Yields one `key: rule; remedy` line for each setting that needs a longer run; none while `num_epochs` leaves its
+    length open."""
     if not train.num_steps:
         return
     if data.stages and data.stages[-1].from_step >= train.num_steps:

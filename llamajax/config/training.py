@@ -100,9 +100,9 @@ class TrainConfig(Section):
     num_steps: NonNegativeInt = 0
     """Number of optimizer steps; 0: as many as `num_epochs` takes."""
     num_epochs: PositiveFloatOrUnset = None
-    """Passes through the data, such as 3 or 2.5, instead of a number of steps: the run ends with the first step after which it
-    has read this many times the rows of all sources together. Each source has its share by `weight`; the line `epochs` of the
-    run shows its own passes. The number of steps is known once the documents are packed. Unset: `num_steps` says."""
+    """Passes through the data, such as 3 or 2.5, instead of a number of steps: the run ends with the first step after which
+    it has read this many times the rows of all sources together. Each source has its share by `weight`; the line `epochs` of
+    the run shows its own passes. The number of steps is known once the documents are packed. Unset: `num_steps` says."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all devices."""
     grad_accum_steps: PositiveInt = 1

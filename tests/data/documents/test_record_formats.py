@@ -1,4 +1,4 @@
-"""Records of tables are those of JSON: conversations and tokens, under the names that a source gives its fields and roles."""
+"""Records of tables are those of JSON: conversations and tokens, under the names that a source has for them."""
 
 import datetime
 import json
