@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ def calling(arguments) -> dict[str, Any]:
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "4"}
 
 
-def spelling(folder: Path):
+def spelling(folder: Path, special: Sequence[str] = ()):
     """A tokenizer that spells every byte, and has the special tokens, as we and transformers read it; templates by text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens([*SPECIAL, *special])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
