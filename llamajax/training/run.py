@@ -14,6 +14,7 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset, prepare
+from llamajax.data.rows.example import find_example
 from llamajax.data.rows.position import PassedOver
 from llamajax.data.rows.stages import Passes
 from llamajax.generation.completion import encode_prompt, stream_text
@@ -40,6 +41,7 @@ from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console, startup_time
 from llamajax.watch.console import say
+from llamajax.watch.example import print_example
 from llamajax.watch.peak import peak_flops
 from llamajax.weights.pretrained import Pretrained
 
@@ -173,6 +175,8 @@ def prepare_data(config: Config, beginning: Beginning) -> tuple[Config, Dataset]
     epochs = dataset.epochs(config.train.num_steps, beginning.passed_over)
     of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in epochs.items())
     console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
+    if (example := find_example(dataset)) is not None:
+        print_example(*example)
     return config, dataset
 
 

@@ -60,6 +60,8 @@ class Document(NamedTuple):
     """The conversation behind the text, in a `chat` source."""
     encoded: Encoded | None = None
     """The tokens, in a `tokenized` source."""
+    where: object = None
+    """Place of these tokens, for messages."""
     error: str = ""
     """Reason why this line or row is left out; its text is empty then."""
     goes_on: bool = False

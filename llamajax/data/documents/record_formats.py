@@ -123,7 +123,7 @@ class Tokenized(Records):
     def document(self, record: Mapping[str, Any], where: object, bytes_read: int) -> Document:
         encoded = tokens_of(record, self.config.fields)
         text = " ".join(map(str, encoded.ids.tolist())) if encoded.learnt[1:].any() else ""
-        return Document(text, bytes_read, split_hash(text), encoded=encoded)
+        return Document(text, bytes_read, split_hash(text), encoded=encoded, where=where)
 
 
 FORMATS: dict[str, type[Format]] = {

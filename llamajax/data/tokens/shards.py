@@ -42,7 +42,7 @@ FOLDER = "shards-2"
 _DOCUMENTS = "shard-1"
 _LONG = "whole"
 """Key for groups that may contain documents which earlier versions cut."""
-_CONVERSATIONS = "chat-5"
+_CONVERSATIONS = "chat-4"
 _TOKENS = "tokens-1"
 
 
@@ -78,6 +78,8 @@ class Shard:
     """For documents that say so, whether each token is trained on, as bits, highest first: uint8 [ceil(num_tokens / 8)]."""
     num_more: int = 0
     """Number of additional documents of conversations that become several, because one cannot train on all answers."""
+    num_split: int = 0
+    """Number of these conversations."""
 
     @property
     def num_read(self) -> int:
@@ -274,7 +276,7 @@ def _next_shard(
     tokens = Spool(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32), entry)
     lengths = [np.zeros(1, np.int64)]
     hashes, plain_hashes, learnt = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
-    num_empty = num_bad = num_more = num_space_signs = text_bytes = size = 0
+    num_empty = num_bad = num_more = num_split = num_space_signs = text_bytes = size = 0
     first_bad = ""
     last = False
 
@@ -306,8 +308,9 @@ def _next_shard(
                     break
         size += batch_size
         if group.has_targets:
-            encoded = _encode_marked(batch, tokenizer, template, leave_out)
+            encoded = _encode_marked(batch, group, tokenizer, template, leave_out)
             num_more += sum(len(samples) - 1 for _, samples in encoded)
+            num_split += sum(len(samples) > 1 for _, samples in encoded)
             batch = [document for document, samples in encoded for _ in samples]
             ids = [ids for _, samples in encoded for ids, _ in samples]
             learnt += [is_learnt for _, samples in encoded for _, is_learnt in samples]
@@ -322,7 +325,7 @@ def _next_shard(
         hashes.append(np.array([document.split_hash for document in batch], np.uint64))
         plain_hashes.append(np.array([plain_hash(document.text) for document in batch], np.uint64))
         num_space_signs += sum("\u2581" in document.text for document in batch)
-        batch_bytes = sum(utf8_length(document.text) for document in batch)
+        batch_bytes = sum(utf8_length(document.text) for document in batch if document.encoded is None)
         text_bytes += batch_bytes
         progress.advance(len(batch), batch_bytes, bytes_read, len(of_batch))
         if long is not None:
@@ -349,7 +352,8 @@ def _next_shard(
         arrays["learnt"] = np.packbits(np.concatenate(learnt))
     return arrays, {
         "text_bytes": text_bytes, "first": first, "num_space_signs": num_space_signs, "num_empty": num_empty,
-        "num_bad": num_bad, "first_bad": first_bad, "last": last, **({"num_more": num_more} if group.has_targets else {}),
+        "num_bad": num_bad, "first_bad": first_bad, "last": last,
+        **({"num_more": num_more, "num_split": num_split} if group.has_targets else {}),
     }  # fmt: skip
 
 
@@ -367,13 +371,23 @@ def _pass_over(documents: Iterator[Document], number: int) -> None:
 
 
 def _encode_marked(
-    documents: Sequence[Document], tokenizer: Tokenizer, template: ChatTemplate | None, leave_out: Callable[[str], None]
+    documents: Sequence[Document],
+    group: HashedGroup,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    leave_out: Callable[[str], None],
 ) -> list[tuple[Document, list[Encoded]]]:
     """Returns the documents that say what is trained on, as tokens; `leave_out` receives the errors of the others."""
     encoded = []
     for document in documents:
         if (own := document.encoded) is not None:
-            encoded.append((document, [own]))
+            if (largest := own.ids.max(initial=0)) < tokenizer.vocab_size:
+                encoded.append((document, [own]))
+            else:
+                leave_out(
+                    f"{document.where}: {group.source.key}.fields: {largest} is no id of the {tokenizer.vocab_size} tokens"
+                    f" of {tokenizer.source}; name the tokenizer that made them"
+                )
             continue
         assert document.conversation is not None
         assert template is not None
