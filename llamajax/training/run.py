@@ -191,10 +191,11 @@ def with_steps(config: Config, passes: Passes) -> Config:
         return config
     num_steps = passes.num_steps(num_epochs)
     rows = " or ".join(dict.fromkeys(f"{passes.rows_of(stage):,}" for stage in passes.stages))
-    per_step = " to ".join(
-        dict.fromkeys(f"{size:,}" for size in (train.batch_phases[0].batch_size, train.global_batch_size))
+    sizes = (train.batch_phases[0].batch_size, train.global_batch_size)
+    per_step = " to ".join(dict.fromkeys(f"{size:,}" for size in sizes))
+    console.log(
+        f"steps      {num_epochs:g} epochs x {rows} rows / {per_step} rows per step = {num_steps:,} steps, rounded up"
     )
-    console.log(f"steps      {num_epochs:g} epochs x {rows} rows / {per_step} rows per step = {num_steps:,} steps")
     return config.changed({"train.num_steps": num_steps, "train.num_epochs": None})
 
 
