@@ -193,9 +193,8 @@ def with_steps(config: Config, passes: Passes) -> Config:
     rows = " or ".join(dict.fromkeys(f"{passes.rows_of(stage):,}" for stage in passes.stages))
     sizes = (train.batch_phases[0].batch_size, train.global_batch_size)
     per_step = " to ".join(dict.fromkeys(f"{size:,}" for size in sizes))
-    console.log(
-        f"steps      {num_epochs:g} epochs x {rows} rows / {per_step} rows per step = {num_steps:,} steps, rounded up"
-    )
+    arithmetic = f"{num_epochs:g} epochs x {rows} rows / {per_step} rows per step"
+    console.log(f"steps      {arithmetic} = {num_steps:,} steps, rounded up")
     return config.changed({"train.num_steps": num_steps, "train.num_epochs": None})
 
 

@@ -40,6 +40,8 @@ class Names(NamedTuple):
     tool_calls: str
     train: str | None
     """Name of its mark, beside those with one meaning."""
+    read: frozenset[str | None]
+    """Names of all fields of a message that are not handed on as they are."""
 
     def of(self, field: str) -> str:
         """Returns the name of a field of a record."""
@@ -51,14 +53,20 @@ def names_of(form: ChatForm) -> Names:
     """Returns the names in a source of this form."""
     given, is_sharegpt = form.fields.given, form.chat_format == "sharegpt"
     role, content = ("from", "role") if is_sharegpt else ("role", "from"), ("value", "content")
+    role = (given["role"],) if "role" in given else role
+    content = (given["content"],) if "content" in given else content if is_sharegpt else content[::-1]
+    reasoning = (given["reasoning"],) if "reasoning" in given else REASONING
+    tool_calls, train = given.get("tool_calls", "tool_calls"), given.get("train")
+    usual = ("role", "content", "from", "value", "tool_calls", "function_call", *REASONING)
     return Names(
         record=({"messages": "conversations"} if is_sharegpt else {}) | given,
         roles=form.roles.roles,
-        role=(given["role"],) if "role" in given else role,
-        content=(given["content"],) if "content" in given else content if is_sharegpt else content[::-1],
-        reasoning=(given["reasoning"],) if "reasoning" in given else REASONING,
-        tool_calls=given.get("tool_calls", "tool_calls"),
-        train=given.get("train"),
+        role=role,
+        content=content,
+        reasoning=reasoning,
+        tool_calls=tool_calls,
+        train=train,
+        read=frozenset({*usual, *role, *content, *reasoning, tool_calls, train}),
     )
 
 
@@ -93,12 +101,10 @@ def _with_value(turn: Mapping[str, object], names: tuple[str, ...]) -> str:
 
 
 def _message(turn: Mapping[str, object], role: str, content_key: str, names: Names, where: str) -> Message:
-    read = {
-        "role", "content", "from", "value", "tool_calls", "function_call", names.tool_calls, names.train, *REASONING,
-        *names.role, *names.content, *names.reasoning,
-    }  # fmt: skip
     fields = {
-        key: value for key, value in turn.items() if value is not None and key not in read and not says_about_learning(key)
+        key: value
+        for key, value in turn.items()
+        if value is not None and key not in names.read and not says_about_learning(key)
     }
     calls = _calls(turn, names.tool_calls, where)
     thoughts = {name: text_at(turn, name, where=where) for name in names.reasoning if turn.get(name) is not None}
@@ -114,7 +120,8 @@ def _message(turn: Mapping[str, object], role: str, content_key: str, names: Nam
         message["tool_calls"] = calls
     for name, thought in thoughts.items():
         message |= {"reasoning_content": thought, "thinking": thought} | ({name: thought} if name in REASONING else {})
-    check_characters([fields, calls], where[:-1])
+    if fields or calls:
+        check_characters([fields, calls], where[:-1])
     return message
 
 

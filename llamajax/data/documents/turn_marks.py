@@ -5,6 +5,7 @@ made for it), `loss` and `loss_scale` (ms-swift, XTuner), `loss_weight` (LLaMA-F
 (verl, slime), `masked` (torchtune). Fields with one clear meaning are honoured; any other field about learning is refused.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 
@@ -28,6 +29,7 @@ _ABOUT_LEARNING = frozenset((
 _REMEDY = 'write "train": true or "train": false instead'
 
 
+@functools.lru_cache
 def says_about_learning(key: str) -> bool:
     """Returns whether a field's name contains a word about learning, as `train_detail` and `lossWeight` do."""
     return bool(_ABOUT_LEARNING & {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key)})
