@@ -73,7 +73,8 @@ def everything(monkeypatch) -> Config:
                 SourceConfig(
                     kind="chat", paths=("y",),
                     fields=FieldNames(
-                        messages="a.b", role="1", content="2", reasoning="3", tool_calls="4", train="5", system="6", tools="7"
+                        messages="a.b", role="1", content="2", reasoning="3", tool_calls="4", train="5", system="6",
+                        tools="7",
                     ),
                     roles=RoleNames(
                         system=("1",), user=("2", "no"), assistant=("3",), tool=("4",), function_call=("5",)

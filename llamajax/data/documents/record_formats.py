@@ -95,7 +95,7 @@ class Chat(Records):
 
     setting = "chat_format"
 
-    @functools.cached_property
+    @property
     def columns(self) -> frozenset[str]:
         return fields_read(self.config.form)
 

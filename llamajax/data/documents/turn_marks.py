@@ -53,7 +53,9 @@ def learnt_mark(message: Mapping[str, object], where: str, own: str | None = Non
         if key in MARKS or key == own:
             found[key] = _is_true(value, f"{where}{key}") != (key in _HIDDEN_IF_TRUE)
         elif says_about_learning(key) and value not in ("", [], {}):
-            raise ValueError(f"{where}{key}: this field about learning has no meaning here; {_REMEDY}, or remove it")
+            raise ValueError(
+                f"{where}{key}: this field about learning has no meaning here; {_REMEDY}, or name it in fields.train"
+            )
     if len(set(found.values())) > 1:
         raise ValueError(f"{where}{' and '.join(found)} contradict each other; keep one of them")
     return next(iter(found.values()), None)

@@ -119,5 +119,5 @@ def template(name: str) -> str | None:
         return path.read_text()
     if (found := importlib.util.find_spec("trl")) is None:  # finds it without importing it
         return None
-    (folder,) = found.submodule_search_locations or ()
-    return (Path(folder) / "chat_templates" / path.name).read_text()
+    folder = Path(next(iter(found.submodule_search_locations or ())))
+    return (folder / "chat_templates" / path.name).read_text()

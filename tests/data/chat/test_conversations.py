@@ -19,6 +19,7 @@ from llamajax.errors import DataError
 from tests.data.chat.published import PUBLISHED, SPECIAL, said, template
 from tests.data.chat.talks import spelling
 
+SLOW = ("qwen2_5", "zephyr", "llama3_1")  # alike to others
 CASES = yaml.safe_load((Path(__file__).parent / "conversations.yaml").read_text())
 
 
@@ -105,7 +106,7 @@ def problem(both, name: str, text: str, case) -> object:
     return [theirs.decode(ids) for ids in strange] or None
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PUBLISHED])
 def test_ids_are_transformers_and_learnt_is_what_is_marked(both, name):
     if (text := template(name)) is None:
         pytest.skip("trl is not installed")

@@ -12,6 +12,7 @@ import pytest
 
 from llamajax.config.conversations import FieldNames, RoleNames
 from llamajax.config.data import SourceConfig
+from llamajax.data.documents.lines import Span
 from llamajax.data.documents.sources import Source
 from llamajax.errors import ConfigError, DataError
 
@@ -68,6 +69,17 @@ def test_a_table_of_structs_holds_the_conversations_of_json(tmp_path, name):
     texts = [[json.dumps(record[key]) if key in record else None for record in TALKS] for key in ("messages", "tools")]
     as_text = [one | {"messages": text, "tools": tools} for one, text, tools in zip(TALKS, *texts, strict=True)]
     assert read(write(tmp_path / name, as_text)) == as_json
+
+
+def test_spans_of_a_parquet_file_hold_each_row_once(tmp_path):
+    path = write(tmp_path / "a.parquet", TALKS * 20)
+    source = Source(SourceConfig(kind="chat", paths=(str(path),)), "data.sources[0]")
+    assert source.format.has_spans(path)
+    size = path.stat().st_size
+    spans = [Span(at, min(at + 5000, size)) for at in range(0, size, 5000)]
+    of_spans = [document for span in spans for document in source.documents([path], span)]
+    assert [document.conversation for document in of_spans] == [document.conversation for document in documents(path)]
+    assert len(of_spans) == 40
 
 
 def test_a_saved_dataset_is_a_directory(tmp_path):
