@@ -1,7 +1,7 @@
 """Settings for records of conversations: their form, the names of their fields and roles, and what of them is learned."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ class RoleNames(Section):
         return [(role, name) for role in roles for name in getattr(self, role)]
 
     @property
-    def roles(self) -> Mapping[str, Role]:
+    def roles(self) -> dict[str, Role]:
         """Roles by all of their names; those of this source come first."""
         own: dict[str, Role] = {name: role for role, name in self._pairs}
         return own | {name: role for name, role in KNOWN_ROLES.items() if name not in own}
