@@ -110,9 +110,8 @@ class RoleNames(Section):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Roles by all of their names; those of this source come first."""
-        own: dict[str, Role] = {name: role for role, name in self._pairs}
-        return own | {name: role for name, role in KNOWN_ROLES.items() if name not in own}
+        """Roles by all of their names; a name that this source gives counts first."""
+        return KNOWN_ROLES | {name: role for role, name in self._pairs}
 
 
 @dataclass(frozen=True, kw_only=True)
