@@ -111,7 +111,8 @@ class RoleNames(Section):
     @property
     def roles(self) -> dict[str, Role]:
         """Roles by all of their names; a name that this source gives counts first."""
-        return KNOWN_ROLES | {name: role for role, name in self._pairs}
+        own: dict[str, Role] = {name: role for role, name in self._pairs}
+        return KNOWN_ROLES | own
 
 
 @dataclass(frozen=True, kw_only=True)
