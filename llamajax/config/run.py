@@ -13,6 +13,7 @@ from llamajax.config.adapters import AdaptersConfig, adapter_problems
 from llamajax.config.data import DataConfig
 from llamajax.config.hub import Weights
 from llamajax.config.keys import remedy_for, with_values
+from llamajax.config.length import length_problems
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import InitChange, ModelConfig
 from llamajax.config.named_files import path_problems
@@ -35,6 +36,9 @@ from llamajax.config.training import CheckpointConfig, OptimizerConfig, SampleCo
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError, show
 from llamajax.units import format_count
+
+UNKNOWN_TOKENS = 1e9
+"""Number of tokens for which plans report time and price where `train.num_epochs` leaves the run's own number open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,7 @@ class Config(Settings):
 
     def broken_rules(self) -> Iterator[str]:
         """Checks rules between sections, and the placement over emulated or planned devices."""
-        train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
+        train, optimizer, data, model = self.train, self.optimizer, self.data, self.model
         if not self.run_dir:
             yield "run_dir: must not be empty; name a directory"
         yield from adapter_problems(self.adapters, model, train, self.init_from, moves_state=self.offload.state_share > 0)
@@ -123,28 +127,19 @@ class Config(Settings):
             if seq_len > model.max_seq_len:
                 remedy = "shorten the rows or raise it"
                 yield f"data.{name}: {seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
-        if data.stages and data.stages[-1].from_step >= train.num_steps:
-            rule = f"{data.stages[-1].from_step} must be below train.num_steps={train.num_steps}"
-            yield f"data.stages.{len(data.stages) - 1}.from_step: {rule}; start it earlier or train for more steps"
+        yield from length_problems(train, data, optimizer, self.profile)
         for key in self.checkpoint.allow_changes:
             if remedy := remedy_for(Config, key):
                 yield f"checkpoint.allow_changes: unknown key '{show(key)}'; {remedy}"
         no_tokenizer = data.tokenizer.path is None and self.init_from is None
-        if no_tokenizer and any(source.kind == "megatron" for source in data.sources):
-            yield "data.tokenizer.path: is needed for sources of kind=megatron; name the tokenizer that made their tokens"
-        decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
-        if decaying > train.num_steps:
-            took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
-            yield f"optimizer.warmup_steps: {took}; shorten warmup_steps or decay_steps, or train for more steps"
+        if no_tokenizer and (kinds := [source.kind for source in data.sources if source.kind in ("megatron", "tokenized")]):
+            remedy = "name the tokenizer that made their tokens"
+            yield f"data.tokenizer.path: is needed for sources of kind={kinds[0]}; {remedy}"
         yield from offload_problems(self.offload, model, self.mesh, self.parallel)
         wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
         if self.distributed.enabled and self.watchdog.enabled and start_s <= wait_s:
             rule = f"must be above distributed.initialization_timeout_s={wait_s}, the time that processes have to join"
             yield f"watchdog.start_s: {start_s} {rule}; raise it"
-        last_traced = (profile.start_step or 0) + profile.num_steps - 1
-        if profile.start_step is not None and last_traced > train.num_steps:
-            steps = f"steps {profile.start_step} to {last_traced}"
-            yield f"profile.start_step: {steps} reach beyond train.num_steps={train.num_steps}; trace earlier ones"
         if train.eval_every is not None and data.held_out_fraction <= 0:
             yield "train.eval_every: data.held_out_fraction=0 leaves nothing to evaluate on; raise it or set null here"
         if self.mesh.num_cpu_devices is not None and not self.distributed.enabled:
@@ -241,6 +236,11 @@ class Config(Settings):
             for stage, end in zip(stages, ends, strict=True)
         )
 
+    @property
+    def planned_tokens(self) -> float:
+        """Number of tokens for which a plan reports time and price."""
+        return self.hardware.token_budget or float(self.tokens_after(self.train.num_steps) or UNKNOWN_TOKENS)
+
     def in_rows_of(self, seq_len: int) -> "Config":
         """Returns the run as it computes in a stage of such rows; `data.stages` remains, but means nothing."""
         return self.changed({"data.seq_len": seq_len})
@@ -257,8 +257,7 @@ class Config(Settings):
             data = data.without_stages(max(data.row_lengths.values()))
         if (data, train) == (self.data, self.train):
             return self
-        budget = self.hardware.token_budget or float(self.tokens_after(self.train.num_steps))
-        return self.changed({"data": data, "train": train, "hardware.token_budget": budget})
+        return self.changed({"data": data, "train": train, "hardware.token_budget": self.planned_tokens})
 
     def batch_arithmetic(self, num_devices: int) -> str:
         """Returns the arithmetic of the batch in one line, for people to check."""
@@ -277,7 +276,8 @@ class Config(Settings):
         full = phases[-1]
         return (
             f"{ramp.start:,} to {full.batch_size:,} sequences by {ramp.increment:,} in {len(phases)} phases; full after"
-            f" {full.from_step:,} of {self.train.num_steps:,} steps, {full.first_row:,} sequences and"
+            f" {full.from_step:,}{f' of {self.train.num_steps:,}' if self.train.num_steps else ''} steps,"
+            f" {full.first_row:,} sequences and"
             f" {format_count(self.tokens_after(full.from_step))} tokens"
         )
 

@@ -148,7 +148,7 @@ def _look(
 ) -> Origin:
     if found is not None:
         check_settings(asked, found)
-    if found is None or found.step < config.train.num_steps:
+    if found is None or not config.train.num_steps or found.step < config.train.num_steps:
         num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract.as_saved()))
         check_room(Path(config.run_dir).expanduser(), num_bytes)
     source = pretrained if found is None else found

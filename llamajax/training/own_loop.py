@@ -106,7 +106,7 @@ def prepare_loop(asked: Config) -> Iterator[OwnLoop]:
         restored = None if beginning.found is None else beginning.found.read()
         if jax.process_index() == 0:
             write_config(outset.asked, run_dir / "config.yaml")
-        console.log(f"start      {beginning.described(outset.config)}")
-        start = beginning.start_from(restored, outset.config, beginning.passed_over)
+        console.log(f"start      {beginning.described(trainer.config)}")
+        start = beginning.start_from(restored, trainer.config, beginning.passed_over)
         checkpointer.go_on_from(start.step)
         yield OwnLoop(trainer, start)

@@ -14,7 +14,9 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset, prepare
+from llamajax.data.rows.example import find_example
 from llamajax.data.rows.position import PassedOver
+from llamajax.data.rows.stages import Passes
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.generation.prompts import Prompt
 from llamajax.model import Llama
@@ -39,6 +41,7 @@ from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console, startup_time
 from llamajax.watch.console import say
+from llamajax.watch.example import print_example
 from llamajax.watch.peak import peak_flops
 from llamajax.weights.pretrained import Pretrained
 
@@ -135,7 +138,7 @@ def prepare_trainer(
     asked, config = outset.asked, outset.config
     beginning = find_beginning(asked, config, outset.abstract, outset.pretrained, checkpointer)
     watchdog.begin("load")
-    dataset = prepare_data(config, beginning)
+    config, dataset = prepare_data(config, beginning)
     meta = checkpoint_meta(asked, dataset, beginning.origin.hf, outset.began)
     if beginning.found is not None:
         check_data(asked, beginning.found, meta)
@@ -155,16 +158,21 @@ def prepare_trainer(
     return trainer, beginning
 
 
-def prepare_data(config: Config, beginning: Beginning) -> Dataset:
-    """Prepares the data of the run and logs its epochs; all processes call this together.
+def prepare_data(config: Config, beginning: Beginning) -> tuple[Config, Dataset]:
+    """Prepares the data of the run and logs its steps and epochs; all processes call this together.
+
+    Returns:
+        The run with its number of steps, and its data.
 
     Raises:
-        UserError: see `prepare`; also if data differs between processes, or the sample prompt does not fit the model.
+        UserError: see `prepare`; also if data differs between processes, the sample prompt does not fit the model, or
+            `train.num_epochs` takes fewer steps than other settings need.
     """
     dataset = prepare(config, log=console.log, log_work=console.log_own, tokenizer=beginning.origin.tokenizer)
     fingerprints = repr((dataset.fingerprint, dataset.stage_fingerprints))
     same = {"data (documents or tokenizer)": fingerprints, "tokenized documents": dataset.content}
     check_same_everywhere(same)
+    config = with_steps(config, dataset.passes)
     dataset.passes.check(config.data.sources, config.train.num_steps)
     if config.sample.prompt is not None:
         encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
@@ -173,7 +181,27 @@ def prepare_data(config: Config, beginning: Beginning) -> Dataset:
     epochs = dataset.epochs(config.train.num_steps, beginning.passed_over)
     of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in epochs.items())
     console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
-    return dataset
+    if (example := find_example(dataset)) is not None:
+        print_example(*example)
+    return config, dataset
+
+
+def with_steps(config: Config, passes: Passes) -> Config:
+    """Returns the run with the number of steps that `train.num_epochs` takes, and logs how it comes about.
+
+    Raises:
+        ConfigError: other settings need more steps.
+    """
+    num_epochs, train = config.train.num_epochs, config.train
+    if num_epochs is None:
+        return config
+    num_steps = passes.num_steps(num_epochs)
+    rows = " or ".join(dict.fromkeys(f"{passes.rows_of(stage):,}" for stage in passes.stages))
+    sizes = (train.batch_phases[0].batch_size, train.global_batch_size)
+    per_step = " to ".join(dict.fromkeys(f"{size:,}" for size in sizes))
+    arithmetic = f"{num_epochs:g} epochs x {rows} rows / {per_step} rows per step"
+    console.log(f"steps      {arithmetic} = {num_steps:,} steps, rounded up")
+    return config.changed({"train.num_steps": num_steps, "train.num_epochs": None})
 
 
 def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[Programs, Replicas]:

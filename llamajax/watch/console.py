@@ -180,6 +180,8 @@ def print_header(config: Config, model: Any) -> None:
     log(f"batch      {config.batch_arithmetic(jax.device_count())}")
     if ramp := config.ramp_arithmetic():
         log(f"ramp       {ramp}")
+    if config.train.num_epochs is not None:
+        log(f"length     {config.train.num_epochs:g} epochs; the number of steps follows from the packed rows")
     log(f"model      {format_count(num_params)} parameters ({num_params:,})")
     if config.adapters.enabled:
         own = sum(trained_weights(config, config.model).values())

@@ -63,7 +63,7 @@ def test_mistakes_are_told_with_the_line_of_the_file_that_has_them(capsys):
         "sub/below.yaml:7: model.tie_embeddings: must be true or false, not yes",
         "sub/below.yaml:20: duplicate key 'learning_rate', also at sub/below.yaml:19; keep one",
         f"sub/below.yaml:21: unknown key 'zzz'; a configuration has {', '.join(Config.__dataclass_fields__)}",
-        "my.yaml:3: train.num_steps: 0 must be positive",
+        "my.yaml:3: train.num_steps: 0 must be positive; set it, or num_epochs",
         "--seed: must be a whole number, not x",
     ]
     write(sub__below=MINIMAL)

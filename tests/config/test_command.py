@@ -177,7 +177,7 @@ def test_help_is_short_and_names_the_sections_and_the_manual(capsys, monkeypatch
 def test_help_on_a_narrow_terminal_puts_meanings_below(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = help_text("python -m llamajax.train", Config, TRAIN_OPTIONS)
-    assert "\n  --train.num_steps INT\n      Number of optimizer steps.\n" in text
+    assert "\n  --train.num_steps INT\n      Number of optimizer steps;" in text
 
 
 def test_the_settings_of_the_short_help_exist_and_their_first_sentences_are_short():
@@ -198,7 +198,7 @@ def test_help_shows_one_section_or_one_setting(capsys):
     assert "\n  --data.sources.0.max_epochs FLOAT|null  (default: null)\n" in text
     assert helped(capsys, "--help", "data.sources.3.kind") == helped(capsys, "-h", "data.sources.kind")
     text = helped(capsys, "--help", "train.num_steps", "--seed", "1")
-    assert text.startswith("  --train.num_steps INT  (required)\n      Number of optimizer steps.\n")
+    assert text.startswith("  --train.num_steps INT  (default: 0)\n      Number of optimizer steps; 0: as many as")
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_a_process_ends_as_its_command_line_deserves_and_without_jax():
     bad = run("--config", "my.yaml", "--train.num_steps", "0", "--model.num_layer=1")
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.splitlines() == [
-        "--train.num_steps: 0 must be positive",
+        "--train.num_steps: 0 must be positive; set it, or num_epochs",
         "--model.num_layer: unknown key 'model.num_layer'; did you mean 'model.num_layers'?",
         "False",
     ]

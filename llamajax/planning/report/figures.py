@@ -356,7 +356,7 @@ def _named(of: Any, *names: str) -> dict[str, Any]:
 def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float | None]:
     """Returns days and price of the token budget, and the price of a billion tokens; prices are None unless one is set."""
     hardware = config.hardware
-    budget = hardware.token_budget or config.tokens_after(config.train.num_steps)
+    budget = config.planned_tokens
     gpu_hours_per_token = 1 / tokens_per_sec_per_device / 3600
     price = hardware.price_per_gpu_hour and hardware.price_per_gpu_hour * gpu_hours_per_token
     return {
