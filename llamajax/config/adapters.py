@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llamajax.config.model import DType, ModelConfig
+from llamajax.config.quantized import QuantizedForm
 from llamajax.config.rules import PositiveFloat, PositiveInt, Section, ShareBelowOne
 from llamajax.config.training import TrainConfig
 
@@ -45,7 +46,16 @@ class AdaptersConfig(Section):
     @property
     def is_quantized(self) -> bool:
         """Whether the frozen matrices of layers are stored in blocks with scales."""
-        return self.enabled and self.base in ("float8", "int8", "nf4")
+        return self.quantized_form is not None
+
+    @property
+    def quantized_form(self) -> QuantizedForm | None:
+        """Format of the frozen matrices' codes; None: they are not quantized."""
+        return self.base if self.enabled and self.base in ("float8", "int8", "nf4") else None
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the parameter of this name is not trained beside adapters."""
+        return "_adapter." not in name or name.endswith("_adapter.number")
 
     @property
     def base_dtype(self) -> DType:

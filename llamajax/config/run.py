@@ -106,9 +106,7 @@ class Config(Settings):
 
     def is_frozen(self, name: str) -> bool:
         """Whether the parameter of this name is not trained."""
-        if self.adapters.enabled:
-            return "_adapter." not in name or name.endswith("_adapter.number")
-        return self.train.is_frozen(name)
+        return self.adapters.is_frozen(name) if self.adapters.enabled else self.train.is_frozen(name)
 
     @property
     def stored_model(self) -> ModelConfig:
@@ -188,8 +186,8 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
-        if self.adapters.base in ("float8", "int8", "nf4") and self.adapters.enabled:
-            problems += undivided_blocks(self.model, self.adapters.base, axes)
+        if (form := self.adapters.quantized_form) is not None:
+            problems += undivided_blocks(self.model, form, axes)
         return [*problems, *pipeline_problems(self.model, self.parallel, train, axes, self.mesh.stages)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
@@ -284,9 +282,8 @@ class Config(Settings):
     def file_problems(self) -> list[str]:
         """Returns one `key: rule; remedy` line for everything that the configuration names and this machine does not
         have."""
-        cleaning = self.data.cleaning
         problems = [f"metrics.{problem}" for problem in self.metrics.missing_packages()]
-        problems += [f"data.cleaning.{problem}" for problem in cleaning.missing_packages()]
+        problems += [f"data.cleaning.{problem}" for problem in self.data.cleaning.missing_packages()]
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
         told = {"checkpoint.local_dir": self.checkpoint.local_dir, "offload.tiers.nvme_dir": self.offload.tiers.nvme_dir}
         told["xla.compilation_cache"] = None if self.xla.compilation_cache == "auto" else self.xla.compilation_cache
@@ -296,7 +293,7 @@ class Config(Settings):
         named = {
             "data.tokenizer.path": self.data.tokenizer.path,
             "data.chat_template": self.data.chat_template,
-            "data.cleaning.filters.bad_words": cleaning.filters.bad_words,
+            "data.cleaning.filters.bad_words": self.data.cleaning.filters.bad_words,
             "hardware.calibration": self.hardware.calibration,
         }
         files = {key: path for key, path in named.items() if path is not None}

@@ -59,6 +59,6 @@ def adapter_numbers(adapters: AdaptersConfig, model: ModelConfig, mesh: Mapping[
 
 def base_bits(adapters: AdaptersConfig, *, is_layer_matrix: bool) -> float:
     """Returns the bits of a frozen number, with its share of the scales."""
-    if is_layer_matrix and adapters.base in ("float8", "int8", "nf4"):
-        return bits_per_weight(adapters.base, double=adapters.double_quantization)
+    if is_layer_matrix and adapters.quantized_form is not None:
+        return bits_per_weight(adapters.quantized_form, double=adapters.double_quantization)
     return 32 if adapters.base_dtype == "float32" else 16

@@ -206,8 +206,7 @@ def _factor(adapter: Adapter | None, w: Float[Array, "..."]) -> Float32[Array, "
     staged = is_staged(jax.typeof(w).sharding.spec)
     if adapter is None or adapter.magnitude is None:
         return jnp.ones_like(jax.lax.index_in_dim(w, 0, 1 if staged else 0, keepdims=False), dtype=jnp.float32)
-    lengths = partial(_lengths, scale=adapter.scale, is_row=adapter.is_row)
-    own = (jax.vmap(lengths) if staged else lengths)(w, _plain(adapter.a[...]), _plain(adapter.b[...]))
+    own = _lengths(w, _plain(adapter.a[...]), _plain(adapter.b[...]), scale=adapter.scale, is_row=adapter.is_row)
     magnitude = adapter.magnitude[...]
     if adapter.arrange is not None:
         magnitude = adapter.arrange(magnitude if staged else magnitude[None], jnp.float32)
@@ -216,18 +215,23 @@ def _factor(adapter: Adapter | None, w: Float[Array, "..."]) -> Float32[Array, "
 
 
 def _lengths(
-    w: Float[Array, "D *N"], a: Float[Array, "..."], b: Float[Array, "..."], *, scale: float, is_row: bool
+    w: Float[Array, "..."], a: Float[Array, "..."], b: Float[Array, "..."], *, scale: float, is_row: bool
 ) -> Float32[Array, "..."]:
-    """Returns the length of each output's weights in W + scale a b, without making that matrix."""
-    inputs, of_a = (tuple(range(1, w.ndim)), tuple(range(1, a.ndim))) if is_row else ((0,), (0,))
-    b = b if is_row else jnp.moveaxis(b, 0, -1)  # from here on, r is last
-    kept = P(*(entry for dim, entry in enumerate(jax.typeof(w).sharding.spec) if dim not in inputs), None)
+    """Returns the length of each output's weights in W + scale a b, without making that matrix; with a first dim for the
+    stages of a pipeline where w has one."""
+    lies = jax.typeof(w).sharding.spec.partitions
+    p = 1 if is_staged(P(*lies)) else 0
+    stages = tuple(range(p))
+    inputs, of_a = (tuple(range(p + 1, w.ndim)), tuple(range(p + 1, a.ndim))) if is_row else ((p,), (p,))
+    b = b if is_row else jnp.moveaxis(b, p, -1)  # from here on, r is last
+    kept = P(*(entry for dim, entry in enumerate(lies) if dim not in inputs), None)
     dot = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-    w_times_a = dot(w, a, ((inputs, of_a), ((), ())), out_sharding=kept)
-    a_times_a = dot(a, a, ((of_a, of_a), ((), ())), out_sharding=P(None, None))
+    w_times_a = dot(w, a, ((inputs, of_a), (stages, stages)), out_sharding=kept)
+    a_times_a = dot(a, a, ((of_a, of_a), (stages, stages)), out_sharding=P(*lies[:p], None, None))
     squares = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=inputs)
     b = b.astype(jnp.float32)
-    return jnp.sqrt(squares + jnp.sum(b * (2 * scale * w_times_a + scale**2 * jnp.matmul(b, a_times_a)), axis=-1))
+    b_times = jnp.einsum("p...r,prs->p...s" if p else "...r,rs->...s", b, a_times_a)
+    return jnp.sqrt(squares + jnp.sum(b * (2 * scale * w_times_a + scale**2 * b_times), axis=-1))
 
 
 def _times(y: Float[Array, "B T *N"], factor: Float32[Array, "..."]) -> Float[Array, "B T *N"]:
@@ -238,9 +242,9 @@ def _times(y: Float[Array, "B T *N"], factor: Float32[Array, "..."]) -> Float[Ar
 
 def quantized_layers(config: AdaptersConfig, layers: Tree, *, num_stacked: int) -> Tree:
     """Returns frozen layers, or a matrix of them by its name, in the form of `adapters.base`, in blocks along the inputs."""
-    assert config.base in ("float8", "int8", "nf4"), config.base
+    assert config.quantized_form is not None, config.base
     dims = {weight.name: 0 if weight.matmul == "column" else -1 for weight in LAYER_WEIGHTS if weight.matmul}
-    return as_quantized(layers, config.base, dims, double=config.double_quantization, num_stacked=num_stacked)
+    return as_quantized(layers, config.quantized_form, dims, double=config.double_quantization, num_stacked=num_stacked)
 
 
 def attach(part: nnx.Module, matrices: Mapping[str, Sequence[Projection]], adapters: Mapping[Projection, Adapter]) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from llamajax.config.adapters import AdaptersConfig
 from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.cleaning import (
     CleaningConfig,
@@ -30,6 +31,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     ModelConfig: dataclasses.asdict(LLAMA_2_7B) | {"rope_scaling": RopeScalingConfig()},
     MeshConfig: {},
     ParallelConfig: {},
+    AdaptersConfig: {},
     OffloadConfig: {},
     TiersConfig: {},
     DistributedConfig: {},
@@ -100,6 +102,9 @@ BROKEN = [
     (MeshConfig, {"stages": (26, 22)}, ["stages"]),
     (MeshConfig, {"stages": (2,), "pipeline": -1, "fsdp": 1}, ["stages"]),
     (MeshConfig, {"stages": (2, 0), "pipeline": 2}, ["stages"]),
+    (AdaptersConfig, {"rank": 0, "alpha": 0.0, "dropout": 1.0}, ["rank", "alpha", "dropout"]),
+    (AdaptersConfig, {"targets": ()}, ["targets"]),
+    (AdaptersConfig, {"targets": ("q", "v", "q")}, ["targets"]),
     (OffloadConfig, {"activations": "auto", "fraction": 1.5}, ["fraction"]),
     (OffloadConfig, {"activations": ("input", "attention"), "fraction": 0.5}, ["fraction"]),
     (OffloadConfig, {"activations": ("input", "qkv", "input")}, ["activations"]),

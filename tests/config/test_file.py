@@ -10,6 +10,7 @@ import pytest
 import yaml
 from front_door import MINIMAL, changed, refuse
 
+from llamajax.config.adapters import AdaptersConfig
 from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.cleaning import (
     CleaningConfig,
@@ -398,7 +399,8 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one(everything
         }
         items = several[key.split(".")[1]] if ".0." in key else ()
         values = [operator.attrgetter(key.partition(".0.")[2])(item) for item in items] or [value]
-        if key not in ("model.preset", "train.num_epochs"):  # a complete configuration has other settings instead
+        # A complete configuration has other settings instead of these, and adapters do not go with some of them.
+        if key not in ("model.preset", "train.num_epochs") and not key.startswith("adapters."):
             assert any(value != field.default for value in values), f"{key} is as by default"
     text = dump_config(everything)
     Path("my.yaml").write_text(text)
@@ -406,6 +408,16 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one(everything
     assert yaml.safe_load(text) == config_to_dict(everything)
     assert "eps: 1.0e-300" in text
     assert 'path: "3e-4"' in text
+
+
+def test_adapters_are_dumped_and_loaded():
+    adapters = {"kind": "dora", "rank": 4, "alpha": 8.0, "dropout": 0.1, "targets": ("q",), "base": "float32"}
+    Path("base.yaml").write_text(MINIMAL)
+    config = load_config("base.yaml").changed(
+        {"init_from": "model", "adapters": AdaptersConfig(**adapters, double_quantization=False)}
+    )
+    Path("my.yaml").write_text(dump_config(config))
+    assert load_config("my.yaml") == config
 
 
 def test_whatever_the_file_holds_is_a_configuration_or_a_mistake(everything):
