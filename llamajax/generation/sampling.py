@@ -130,7 +130,7 @@ def choose_by_row(
     by_row = spec("batch")
     in_specs = spec("batch", None), by_row, by_row, P(), P()
 
-    @partial(jax.shard_map, in_specs=in_specs, out_specs=Choices(by_row, by_row, spec("batch", None), spec("batch", None)))
+    @partial(jax.shard_map, in_specs=in_specs, out_specs=(by_row, by_row, *[spec("batch", None)] * 2))
     def choose(
         logits: jax.Array, positions: jax.Array, rows: RowSampling, effort: jax.Array, with_top: jax.Array
     ) -> Choices:
@@ -146,9 +146,9 @@ def choose_by_row(
             return jax.vmap(of_row)(logits, positions, likeliest, rows)
 
         tokens = jax.lax.switch(effort, [lambda: likeliest, lambda: drawn(filtered=False), lambda: drawn(filtered=True)])
-        return Choices(tokens, *token_logprobs(logits, tokens, with_top))
+        return tokens, *token_logprobs(logits, tokens, with_top)
 
-    return jax.reshard(choose(logits, positions, sampling, effort, with_top), P(None))
+    return Choices(*jax.reshard(choose(logits, positions, sampling, effort, with_top), P(None)))
 
 
 def token_logprobs(
