@@ -146,8 +146,13 @@ class Engine:
         """Number of slots in use."""
         return sum(slot.work is not None for slot in self.slots)
 
-    def step(self) -> bool:
-        """Does one step; returns whether there is more to do."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether another step has something to do."""
+        return bool(self._asked or self.waiting or self.num_running)
+
+    def step(self) -> None:
+        """Does one step."""
         self.totals.steps += 1
         self._admit()
         asked = []
@@ -158,7 +163,6 @@ class Engine:
         before, self._asked = self._asked, asked
         for each in before:
             self._take(each)
-        return bool(self._asked or self.waiting or self.num_running)
 
     def _admit(self) -> None:
         """Gives free slots to waiting continuations, in order. One with a beginning that is just being read for another waits
@@ -171,7 +175,10 @@ class Engine:
             # The last token is always read, because its logits are needed; a prompt that is scored is read as a whole.
             usable = len(prompt) - 1 if self._shares and not work.scores_prompt else 0
             shared = [min(slot.shares(prompt), usable) if usable else 0 for slot in self.slots]
-            if any(slot.is_reading and n >= LEAST_SHARED and n > slot.num_read for slot, n in zip(self.slots, shared, strict=True)):
+            if any(
+                slot.is_reading and n >= LEAST_SHARED and n > slot.num_read
+                for slot, n in zip(self.slots, shared, strict=True)
+            ):
                 continue
             self.waiting.remove(work)
             self._place(work, prompt, free, [min(n, slot.num_read) for slot, n in zip(self.slots, shared, strict=True)])
@@ -182,7 +189,7 @@ class Engine:
         oldest = {slot.shard: slot for slot in sorted(free, key=lambda slot: -slot.last_used)}
         for source in sorted(self.slots, key=lambda slot: (-shared[slot.number], -slot.last_used)):
             count = shared[source.number]
-            if source.work is None and 0 < count and count == min(source.num_known, source.num_read):
+            if source.work is None and count > 0 and count == min(source.num_known, source.num_read):
                 target = source
                 break
             if source.shard in oldest and count >= LEAST_SHARED:

@@ -47,7 +47,7 @@ class Continuation:
     """Maximum number of new tokens; may be 0, which only scores the prompt."""
     stream: TextStream
     """Text of the new tokens; it knows the stop texts."""
-    tell: Callable[[Event], None]
+    tell: Callable[[Event], object] = lambda event: None
     """Takes each event, in the engine's thread."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
