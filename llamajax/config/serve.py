@@ -70,12 +70,9 @@ class ServeConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if not self.model:
             yield "model: required; name a run, a checkpoint or a Hugging Face directory"
-        names = list(self.models)
-        if len(names) < len(self.model):
-            double = next(
-                name for name, _ in map(_named, self.model) if [n for n, _ in map(_named, self.model)].count(name) > 1
-            )
-            yield f"model: two models have the name {double}; write NAME=DIRECTORY for one of them"
+        names = [name for name, _ in map(_named, self.model)]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"model: several models have the name {name}; write NAME=DIRECTORY for them"
         if not all(name and path for name, path in map(_named, self.model)):
             yield "model: must not be empty; write DIRECTORY or NAME=DIRECTORY"
         if self.mesh.pipeline != 1:

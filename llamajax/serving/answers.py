@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +80,7 @@ class Answers:
         served.num_open += len(works)
         worker.submit(served.engine, works, self._news)
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Yields the events of all continuations, each with the number of its continuation.
 
         Raises:

@@ -1,14 +1,15 @@
 """Continuous batching: read `Engine.step` first. Each step reads a part of the waiting prompts and one token in every slot.
 
 A long prompt is read in parts between the others' tokens, so it delays each of these by the time of one part. A sequence
-starts with the tokens that it shares with the contents of a slot. The devices run one step ahead of the host, which reads the
-tokens of the last one; a sequence that turns out to have ended has one token too many computed, which is dropped.
+starts with the tokens that it shares with the contents of a slot. The devices run one step ahead of the host, which reads
+the tokens of the last one; a sequence that turns out to have ended has one token too many computed, which is dropped.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ LEAST_SHARED = 16
 """Number of shared tokens from which a slot is copied rather than read."""
 SHORTEST_PART = 16
 """Number of tokens per row of the smallest program that reads prompts."""
-_GREEDY = (Sampling(), 0, 0)
+_GREEDY: tuple[Sampling, int, int] = (Sampling(), 0, 0)
 
 
 @dataclass(eq=False)
@@ -165,8 +166,8 @@ class Engine:
             self._take(each)
 
     def _admit(self) -> None:
-        """Gives free slots to waiting continuations, in order. One with a beginning that is just being read for another waits
-        for it."""
+        """Gives free slots to waiting continuations, in order. One with a beginning that is just being read for another one
+        waits for it."""
         for work in list(self.waiting):
             free = [slot for slot in self.slots if slot.work is None]
             if not free:
@@ -175,13 +176,11 @@ class Engine:
             # The last token is always read, because its logits are needed; a prompt that is scored is read as a whole.
             usable = len(prompt) - 1 if self._shares and not work.scores_prompt else 0
             shared = [min(slot.shares(prompt), usable) if usable else 0 for slot in self.slots]
-            if any(
-                slot.is_reading and n >= LEAST_SHARED and n > slot.num_read
-                for slot, n in zip(self.slots, shared, strict=True)
-            ):
+            both = list(zip(self.slots, shared, strict=True))
+            if any(slot.is_reading and n >= LEAST_SHARED and n > slot.num_read for slot, n in both):
                 continue
             self.waiting.remove(work)
-            self._place(work, prompt, free, [min(n, slot.num_read) for slot, n in zip(self.slots, shared, strict=True)])
+            self._place(work, prompt, free, [min(n, slot.num_read) for slot, n in both])
 
     def _place(self, work: Continuation, prompt: np.ndarray, free: Sequence[Slot], shared: Sequence[int]) -> None:
         """Gives a continuation one of the free slots, with what it shares: that slot itself if it holds nothing else, or a
@@ -223,14 +222,16 @@ class Engine:
 
     def _read(self, by_shard: Sequence[Sequence[Slot]], rows: int, T: int) -> _Asked:
         R, per_shard = rows * self._shards, len(self.slots) // self._shards
+        zeros: Any = np.zeros
         part = Part(
-            tokens=np.zeros((R, T), np.int32),
-            counts=np.zeros(R, np.int32),
-            slots=np.repeat(np.arange(self._shards, dtype=np.int32) * per_shard, rows),
-            is_last=np.zeros(R, bool),
-            targets=np.zeros((R, T), np.int32),
+            tokens=zeros((R, T), np.int32),
+            counts=zeros(R, np.int32),
+            slots=zeros(R, np.int32) + np.repeat(np.arange(self._shards, dtype=np.int32) * per_shard, rows),
+            is_last=zeros(R, bool),
+            targets=zeros((R, T), np.int32),
         )
-        settings, lengths = [_GREEDY] * R, self._lengths()
+        settings: list[tuple[Sampling, int, int]] = [_GREEDY] * R
+        lengths = self._lengths()
         drawn, scored = [], []
         for row, slot in ((shard * rows + i, slot) for shard, some in enumerate(by_shard) for i, slot in enumerate(some)):
             work, start = slot.work, slot.num_read
@@ -291,19 +292,17 @@ class Engine:
             return
         tokens, logprobs = np.asarray(asked.choices.tokens).tolist(), np.asarray(asked.choices.logprobs).tolist()
         with_top = any(work.num_top for *_, work in rows)
-        top_tokens, top_logprobs = (
-            np.asarray(x) if with_top else None for x in (asked.choices.top_tokens, asked.choices.top_logprobs)
-        )
+        top = [np.asarray(x) for x in asked.choices[2:]] if with_top else None
         for row, slot, work in rows:
             if work.limit == 0:
                 work.end_without_tokens()
             else:
-                top = () if top_tokens is None else _likeliest(top_tokens[row], top_logprobs[row], work.num_top)
+                likeliest = () if top is None else _likeliest(top[0][row], top[1][row], work.num_top)
                 if slot.num_known < self.max_seq_len:
                     slot.tokens[slot.num_known] = tokens[row]
                     slot.num_known += 1
                 self.totals.new_tokens += 1
-                work.take(TokenScore(tokens[row], logprobs[row], top))
+                work.take(TokenScore(tokens[row], logprobs[row], likeliest))
             if work.is_done:
                 slot.work = None
 

@@ -19,15 +19,9 @@ class Metrics:
         self._models, self._registry = models, CollectorRegistry()
         self.requests = Counter("llamajax_requests", "Answered requests.", ("path", "status"), registry=self._registry)
         self.refused = Counter("llamajax_queue_full", "Requests refused because the queue is full.", registry=self._registry)
-        self.first_token_s = Histogram(
-            "llamajax_first_token_seconds",
-            "Time from a request to its first token.",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self.request_s = Histogram(
-            "llamajax_request_seconds", "Time from a request to its last token.", buckets=_SECONDS, registry=self._registry
-        )
+        timed = {"buckets": _SECONDS, "registry": self._registry}
+        self.first_token_s = Histogram("llamajax_first_token_seconds", "From a request to its first token.", **timed)
+        self.request_s = Histogram("llamajax_request_seconds", "From a request to its last token.", **timed)
         self._registry.register(_OfEngines(models))
 
     def text(self) -> bytes:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from llamajax.data.chat import chat_tokens
@@ -43,9 +44,8 @@ class Served:
         """
         if isinstance(prompt, str):
             _check_text(prompt, where)
-            ids = list(
-                await asyncio.to_thread(Prompt(prompt).encode, self.tokenizer, None, parse_special=self.parse_special)
-            )
+            encode = partial(Prompt(prompt).encode, self.tokenizer, None, parse_special=self.parse_special)
+            ids = list(await asyncio.to_thread(encode))
         else:
             ids = list(prompt)
         if bad := [token for token in ids if not 0 <= token < self.num_rows]:
@@ -54,7 +54,7 @@ class Served:
         return ids
 
     async def encode_messages(self, fields: Mapping[str, Any]) -> list[int]:
-        """Returns the tokens of a conversation, up to where the answer begins; `fields` are those of a line of training data.
+        """Returns the tokens of a conversation, up to where the answer begins; `fields` are as in a line of training data.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the conversation.

@@ -105,7 +105,7 @@ def _score(
 
     @partial(jax.shard_map, in_specs=(by_token, by_row), out_specs=(by_row, by_token, by_token))
     def of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.vmap(lambda *row: token_logprobs(*row, jnp.bool_(True)))(logits, targets)
+        return jax.vmap(lambda logits, targets: token_logprobs(logits, targets, jnp.bool_(True)))(logits, targets)
 
     def of_some(start: jax.Array) -> tuple[jax.Array, ...]:
         some, their = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (states, targets))

@@ -167,7 +167,7 @@ def main(config: ServeConfig) -> None:
     """Serves and ends the process."""
     code = exit_code(
         functools.partial(run, config),
-        memory_remedy="fewer slots, a smaller max_seq_len or tokens_per_step, param_dtype: bfloat16, or a larger mesh.tensor",
+        memory_remedy="fewer slots, a smaller max_seq_len, param_dtype: bfloat16, or a larger mesh.tensor or mesh.fsdp",
         disk=next(iter(config.models.values())),
         disk_remedy="check the disk",
     )

@@ -42,7 +42,7 @@ def format_of(template: str) -> ToolFormat | None:
 
 
 def find_calls(text: str, format: ToolFormat | None) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the text without the calls in it, and the calls in OpenAI's form. All of it is text if a call cannot be read."""
+    """Returns the text without its calls, and the calls in OpenAI's form. All of it is text if a call cannot be read."""
     if format is None or format.begins not in text:
         return text, []
     found = [_parse(match[1]) for match in format.pattern.finditer(text)]

@@ -24,7 +24,7 @@ class Worker:
         """Prepares a worker for engines on this mesh; `start` starts it."""
         self.failure: BaseException | None = None
         """The error that ended the thread."""
-        self.on_failure: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], object] = lambda: None
         """Called in the thread after such an error."""
         self._engines, self._mesh = engines, mesh
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
