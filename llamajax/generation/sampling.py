@@ -7,7 +7,7 @@ in every batch.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,8 @@ class RowSampling:
             for s, seed, row_seed in rows
         ]
         kinds = (np.uint32, np.uint32, np.float32, np.int32, np.float32, np.float32)
-        return RowSampling(*(np.array(x, kind) for x, kind in zip(zip(*columns, strict=True), kinds, strict=True)))
+        arrays: list[Any] = [np.array(x, kind) for x, kind in zip(zip(*columns, strict=True), kinds, strict=True)]
+        return RowSampling(*arrays)
 
 
 class Choices(NamedTuple):
@@ -113,10 +114,6 @@ def choose_by_row(
     """
     V = logits.shape[1]
 
-    def draw(key: jax.Array, scores: jax.Array, likeliest: jax.Array, row: RowSampling) -> jax.Array:
-        drawn = jax.random.categorical(key, scores).astype(jnp.int32)
-        return jnp.where(row.temperature == 0, likeliest, drawn)
-
     def keep(scores: jax.Array, row: RowSampling) -> jax.Array:
         """Does what `keep_likely` does, with one sort for any filters."""
         ascending = jnp.sort(scores)
@@ -133,19 +130,19 @@ def choose_by_row(
     @partial(jax.shard_map, in_specs=in_specs, out_specs=(by_row, by_row, *[spec("batch", None)] * 2))
     def choose(
         logits: jax.Array, positions: jax.Array, rows: RowSampling, effort: jax.Array, with_top: jax.Array
-    ) -> Choices:
+    ) -> tuple[jax.Array, ...]:
         likeliest = jnp.argmax(logits, axis=1).astype(jnp.int32)
 
-        def drawn(*, filtered: bool) -> jax.Array:
-            def of_row(logits: jax.Array, position: jax.Array, likeliest: jax.Array, row: RowSampling) -> jax.Array:
-                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(row.seeds), row.row_seeds), position)
-                temperature = jnp.maximum(row.temperature, jnp.finfo(jnp.float32).tiny)
-                scores = (logits - jnp.max(logits)) / temperature
-                return draw(key, keep(scores, row) if filtered else scores, likeliest, row)
+        def draw() -> jax.Array:
+            temperature = jnp.maximum(rows.temperature, jnp.finfo(jnp.float32).tiny)
+            scores = (logits - jnp.max(logits, axis=1, keepdims=True)) / temperature[:, None]
+            scores = jax.lax.cond(effort > 1, lambda: jax.vmap(keep)(scores, rows), lambda: scores)
+            fold_in = jax.vmap(jax.random.fold_in)
+            keys = fold_in(fold_in(jax.vmap(jax.random.key)(rows.seeds), rows.row_seeds), positions)
+            drawn = jax.vmap(jax.random.categorical)(keys, scores)
+            return jnp.where(rows.temperature == 0, likeliest, drawn.astype(jnp.int32))
 
-            return jax.vmap(of_row)(logits, positions, likeliest, rows)
-
-        tokens = jax.lax.switch(effort, [lambda: likeliest, lambda: drawn(filtered=False), lambda: drawn(filtered=True)])
+        tokens = jax.lax.cond(effort > 0, draw, lambda: likeliest)
         return tokens, *token_logprobs(logits, tokens, with_top)
 
     return Choices(*jax.reshard(choose(logits, positions, sampling, effort, with_top), P(None)))
