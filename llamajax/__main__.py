@@ -4,7 +4,7 @@ import importlib
 
 import llamajax
 
-COMMANDS = ("train", "plan", "verify", "preprocess", "generate", "evaluate", "report", "launch")
+COMMANDS = ("train", "plan", "verify", "preprocess", "generate", "serve", "evaluate", "report", "launch")
 
 
 def main() -> None:

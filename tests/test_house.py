@@ -25,9 +25,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("errors", "units", "disk"),
     "config", "estimates", "processes", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint",
-    "weights", "preprocessing", "planning", "generation", "evaluation", "verification", "training",
+    "weights", "preprocessing", "planning", "generation", "serving", "evaluation", "verification", "training",
     ("results", "library"),
-    ("train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report", "__main__"),
+    ("train", "launch", "preprocess", "generate", "serve", "evaluate", "plan", "verify", "report", "__main__"),
     "converters",
 )  # fmt: skip
 """The rooms of the house, from the ground up: words for everybody, folders, commands, and what stands beside the package.

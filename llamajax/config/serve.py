@@ -1,5 +1,6 @@
 """Settings of `python -m llamajax.serve`."""
 
+import importlib.util
 import os
 import re
 import stat
@@ -16,6 +17,7 @@ TOKEN_VARIABLE = "LLAMAJAX_API_KEY"
 """Environment variable of the bearer token."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 Port = Annotated[int, Bound(lambda value: 0 <= value < 2**16, "must be a port: 0 for any free one, or below 65536")]
 
 
@@ -91,6 +93,8 @@ class ServeConfig(Section):
     def problems_here(self) -> list[str]:
         """Returns one `key: rule; remedy` line for everything that this machine lacks."""
         problems = []
+        if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+            problems.append(f"serve: {' and '.join(missing)} are not installed; run pip install 'llamajax[serve]'")
         if not self.is_local and not os.environ.get(TOKEN_VARIABLE):
             problems.append(
                 f"host: {self.host} is reached from other machines, so a token is needed; set {TOKEN_VARIABLE} in the"

@@ -100,8 +100,9 @@ class Engine:
             shares: whether sequences start with what they share with a slot.
         """
         self.totals, self.max_seq_len = Totals(), max_seq_len
+        self.mesh = jax.sharding.get_mesh()
         self._model, self._vocab_size, self._shares = model, vocab_size, shares
-        self._shards = num_parts("batch", jax.sharding.get_mesh().shape)
+        self._shards = num_parts("batch", self.mesh.shape)
         per_shard = -(-num_slots // self._shards)
         known = np.zeros((per_shard * self._shards, max_seq_len), np.int32)
         self.slots = [Slot(number, number // per_shard, tokens) for number, tokens in enumerate(known)]

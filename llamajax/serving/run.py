@@ -57,7 +57,7 @@ def run(config: ServeConfig) -> None:
     models = {name: load(config, name, found[name], types[name], len(found)) for name in found}
     server = Server(
         models=models,
-        worker=Worker([served.engine for served in models.values()], jax.sharding.get_mesh()),
+        worker=Worker([served.engine for served in models.values()]),
         limits=limits_of(config),
         metrics=Metrics(models),
         token=os.environ.get(TOKEN_VARIABLE) or None,

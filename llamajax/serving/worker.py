@@ -20,13 +20,13 @@ class Worker:
     """Runs engines in a thread of its own, one step of each in turn: programs with collectives must not overtake each
     other."""
 
-    def __init__(self, engines: Sequence[Engine], mesh: jax.sharding.Mesh) -> None:
-        """Prepares a worker for engines on this mesh; `start` starts it."""
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        """Prepares a worker for engines on one mesh; `start` starts it."""
         self.failure: BaseException | None = None
         """The error that ended the thread."""
         self.on_failure: Callable[[], object] = lambda: None
         """Called in the thread after such an error."""
-        self._engines, self._mesh = engines, mesh
+        self._engines = engines
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: list[tuple[News, tuple[int, Event] | None]] = []
@@ -65,7 +65,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            with jax.set_mesh(self._mesh):
+            with jax.set_mesh(self._engines[0].mesh):
                 while self._take_orders():
                     for engine in self._engines:
                         engine.step()
