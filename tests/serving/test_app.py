@@ -232,7 +232,7 @@ def test_calls_of_tools_are_found_whole_and_in_streams(running, monkeypatch):
     assert call["function"] == {"name": "find", "arguments": '{"x": 1}'}
     assert choice["finish_reason"] == "length"
     deltas = [event["choices"][0]["delta"] for event in running.stream("/v1/chat/completions", **body, tools=tools)]
-    assert "".join(delta.get("content", "") for delta in deltas) == "Well "
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well"
     assert [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", [])] == ["find"]
     for changes in ({}, {"tools": tools, "tool_choice": "none"}):
         message = running.post("/v1/chat/completions", **body, **changes)["choices"][0]["message"]
