@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -21,8 +21,11 @@ CONNECTIONS_PER_REQUEST = 4
 class Listener(uvicorn.Server):
     """uvicorn's server with signals of our own."""
 
-    def __init__(self, server: Server, drain_s: float, max_requests: int) -> None:
-        """Prepares a listener for `server`, which has up to `drain_s` after the first signal to finish its answers."""
+    def __init__(self, server: Server, drain_s: float, max_requests: int, on_ready: Callable[[], object]) -> None:
+        """Prepares a listener for `server`, which has up to `drain_s` after the first signal to finish its answers.
+
+        It calls `on_ready` once it listens.
+        """
         super().__init__(
             uvicorn.Config(
                 server.app(),
@@ -35,7 +38,12 @@ class Listener(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(drain_s)),
             )
         )
-        self._server = server
+        self._server, self._on_ready = server, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to listen."""
+        await super().startup(sockets)
+        self._on_ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -75,13 +83,15 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def listen(server: Server, listener: socket.socket, *, drain_s: float, max_requests: int) -> None:
-    """Answers requests until a signal ends the server.
+def listen(
+    server: Server, listener: socket.socket, *, drain_s: float, max_requests: int, on_ready: Callable[[], object]
+) -> None:
+    """Answers requests until a signal ends the server; see `Listener`.
 
     Raises:
         BaseException: the error that ended the worker.
     """
-    http = Listener(server, drain_s, max_requests)
+    http = Listener(server, drain_s, max_requests, on_ready)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()

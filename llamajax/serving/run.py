@@ -67,9 +67,10 @@ def run(config: ServeConfig) -> None:
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     access = f"with the token in {TOKEN_VARIABLE}" if server.token else "without a token"
-    say(f"ready      {address}/v1 for {', '.join(models)}, {access}; {address} in a browser; Ctrl-C ends it")
+    ready = f"ready      {address}/v1 for {', '.join(models)}, {access}; {address} in a browser; Ctrl-C ends it"
     num_slots = sum(len(served.engine.slots) for served in models.values())
-    listen(server, listener, drain_s=config.drain_s, max_requests=num_slots + config.max_queue * len(models))
+    most = num_slots + config.max_queue * len(models)
+    listen(server, listener, drain_s=config.drain_s, max_requests=most, on_ready=functools.partial(say, ready))
     say("ended      all answers are finished")
 
 

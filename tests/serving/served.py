@@ -106,7 +106,7 @@ class Running:
         self._listener = bind("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._http = _Listener(self.server, 10, 100)
+        self._http = _Listener(self.server, 10, 100, lambda: None)
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
