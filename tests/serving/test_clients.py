@@ -161,7 +161,8 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     evaluation.run(EvaluateConfig(model=str(model), **common))
     ours = json.loads(figures.read_text())
     arguments = {
-        "model": "tiny", "base_url": f"{server.url}/v1/completions", "tokenizer": str(model), "tokenized_requests": True, "add_bos_token": True,
+        "model": "tiny", "base_url": f"{server.url}/v1/completions", "tokenizer": str(model), "tokenized_requests": True,
+        "add_bos_token": True,
         "num_concurrent": 4, "max_length": 128,
     }  # fmt: skip
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
