@@ -1,11 +1,11 @@
-"""Measures a server: tokens per second and time to the first token, of requests at once and one by one, beside llama.cpp's.
+"""Measures a server: tokens per second and time to the first token, one by one and at once, beside llama.cpp's.
 
     python -m converters.hf export runs/quickstart quickstart_hf
     python llama.cpp/convert_hf_to_gguf.py quickstart_hf --outtype f32 --outfile quickstart.gguf
-    python scripts/bench_serve.py --model quickstart_hf --gguf quickstart.gguf --llama_server llama.cpp/build/bin/llama-server
+    python scripts/bench_serve.py --model quickstart_hf --gguf quickstart.gguf --llama_server PATH/llama-server
 
-Starts the servers one after the other, each with the same number of slots, tokens per slot and threads, and sends both the same
-prompts as token ids, streamed and greedy, with the end of text ignored. Without --gguf only llamajax is measured.
+Starts the servers one after the other, with the same number of slots, and sends both the same prompts as token ids, streamed
+and greedy, with the end of text ignored. Without --gguf only llamajax is measured.
 """
 
 import argparse
