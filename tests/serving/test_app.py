@@ -73,12 +73,7 @@ def greedy(served):
     return Generate(served, 0.0)
 
 
-@pytest.fixture(scope="module")
-def drawn(served):
-    return Generate(served, 1.0)
-
-
-def mixed_requests(served, greedy):
+def mixed_requests(served, greedy, temperature):
     """64 requests of different lengths, with stop texts, common beginnings, several continuations, streams and tokens."""
     draw = random.Random(0)
     system = " ".join(draw.choices(WORDS, k=12))
@@ -93,7 +88,7 @@ def mixed_requests(served, greedy):
             middle = len(found.text) // 2
             body["stop"] = [found.text[middle : middle + 3] or "q", "never written"]
         if number % 5 == 2:
-            body |= {"n": 2, "temperature": 1.0, "seed": 3}
+            body |= {"n": 2, "temperature": temperature, "seed": 3}
         yield body
 
 
@@ -112,18 +107,20 @@ def texts_of(running, body):
     return [(texts[index], reasons[index]) for index in sorted(texts)]
 
 
-def test_64_mixed_requests_at_once_get_the_texts_of_generate(running, served, greedy, drawn):
-    bodies = list(mixed_requests(served, greedy))
-    drawn.learn([body["prompt"] for body in bodies if body["temperature"]])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_64_mixed_requests_at_once_get_the_texts_of_generate(running, served, greedy, temperature):
+    bodies = list(mixed_requests(served, greedy, temperature))
+    drawn = Generate(served, temperature) if temperature else greedy
+    if temperature:
+        drawn.learn([body["prompt"] for body in bodies if body["temperature"]])
     before = served.engine.totals.shared_tokens
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(lambda body: texts_of(running, body), bodies))
     assert served.engine.totals.shared_tokens > before + 200
     for body, answer in zip(bodies, answers, strict=True):
-        wanted = (drawn if body["temperature"] else greedy).expect(
-            body["prompt"], body["max_tokens"], tuple(body.get("stop", ()))
-        )
-        assert answer == [(found.text, found.finish_reason) for found in wanted], body
+        source = drawn if body["temperature"] else greedy
+        wanted = source.expect(body["prompt"], body["max_tokens"], tuple(body.get("stop", ())))
+        assert answer == [(found.text, found.finish_reason) for found in wanted * (body.get("n", 1) // len(wanted))], body
     reasons = [reason for answer in answers for _, reason in answer]
     assert min(reasons.count("stop"), reasons.count("length")) > 10
 

@@ -17,6 +17,7 @@ from tests.serving.served import MAX_SEQ_LEN, make_engine, tiny_model
 from tests.tiny import single_device_mesh
 
 V = 325
+pytestmark = pytest.mark.slow  # test_app.py has an engine every day
 
 
 class Ids:
@@ -71,7 +72,6 @@ def mixed_works() -> list[tuple[Continuation, list[Event]]]:
     return works
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_writes_what_one_device_writes(mesh):
     """Greedy and drawn tokens, their log probabilities, and scores of prompts."""
