@@ -41,6 +41,7 @@ class Slot:
     """Number of tokens in the cache, once the devices have done what they were asked for."""
     work: Continuation | None = None
     last_used: int = 0
+    """Number of the continuation that used it last, counted over all of the engine."""
 
     @property
     def is_reading(self) -> bool:
@@ -108,6 +109,7 @@ class Engine:
         self.slots = [Slot(number, number // per_shard, tokens) for number, tokens in enumerate(known)]
         self.waiting: deque[Continuation] = deque()
         self._asked: list[_Asked] = []
+        self._num_placed = 0
         longest = min(tokens_per_step, max_seq_len)
         # Few rows of many tokens or many rows of few, so that one size costs about what another does.
         lengths = {longest, *(n for n in (longest // 4, longest // 16) if n >= SHORTEST_PART)}
@@ -200,7 +202,8 @@ class Engine:
         else:
             target, count = min(free, key=lambda slot: slot.last_used), 0
         target.tokens[: len(prompt)] = prompt
-        target.num_known, target.num_read, target.work, target.last_used = len(prompt), count, work, self.totals.steps
+        self._num_placed += 1
+        target.num_known, target.num_read, target.work, target.last_used = len(prompt), count, work, self._num_placed
         self._sampling = None
         self.totals.prompt_tokens += len(prompt)
         self.totals.shared_tokens += count
@@ -214,7 +217,7 @@ class Engine:
 
     def _read_some(self) -> _Asked:
         """Reads parts of prompts, of those that began first; the first one decides on the length of the parts."""
-        reading = sorted((slot for slot in self.slots if slot.is_reading), key=lambda slot: (slot.last_used, slot.number))
+        reading = sorted((slot for slot in self.slots if slot.is_reading), key=lambda slot: slot.last_used)
         assert reading[0].work is not None
         left = len(reading[0].work.prompt) - reading[0].num_read
         rows, T = next((size for size in self._sizes if size[1] >= left), self._sizes[-1])

@@ -62,7 +62,7 @@ def tiny_model() -> Llama:
 
 
 def make_engine(model: Llama, vocab_size: int, **changes: Any) -> Engine:
-    settings = {"num_slots": 4, "max_seq_len": MAX_SEQ_LEN, "tokens_per_step": 32} | changes
+    settings: dict[str, Any] = {"num_slots": 4, "max_seq_len": MAX_SEQ_LEN, "tokens_per_step": 32} | changes
     return Engine(model, vocab_size=vocab_size, **settings)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
 
@@ -168,6 +169,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     theirs = simple_evaluate("local-completions", model_args=arguments, tasks=["words"], task_manager=manager)
     assert theirs is not None
+    theirs = dict[str, Any](theirs)
     by_us, by_http = (
         [[float(pair[0]) for pair in sample["filtered_resps"]] for sample in sorted(found, key=lambda s: s["doc_id"])]
         for found in (ours["samples"]["words"], theirs["samples"]["words"])
