@@ -31,6 +31,7 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
+from llamajax.config.serve import ServeConfig
 from llamajax.estimates.gpus import GPUS, Gpu
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +61,11 @@ COMMANDS: dict[str, tuple[str, type | None, str]] = {
         "Writes texts from a model. Texts go to standard output, everything else to standard error.",
         GenerateConfig,
         '--model runs/quickstart --prompt "def read_file(path):" --max_tokens 60',
+    ),
+    "serve": (
+        "Serves models over HTTP, in the form of OpenAI's API (extra `serve`).",
+        ServeConfig,
+        "--model runs/quickstart",
     ),
     "evaluate": (
         "Evaluates a model: its loss on documents it was not trained on, or its results in lm-evaluation-harness.",
@@ -162,6 +168,7 @@ def settings() -> str:
         ("Runs", Config, "", "`train`, `preprocess`, `plan` and `verify` take these settings."),
         ("Launching", LaunchConfig, "launch.", "`launch` takes these settings before `--`."),
         ("Generating", GenerateConfig, "generate.", "`generate` takes these settings."),
+        ("Serving", ServeConfig, "serve.", "`serve` takes these settings."),
         ("Evaluating", EvaluateConfig, "evaluate.", "`evaluate` takes these settings."),
     ]
     common = ", ".join(f"[`{key}`](#{key})" for key in help_texts.COMMON)

@@ -18,6 +18,7 @@ from llamajax.config.generate import GenerateConfig
 from llamajax.config.keys import item_type
 from llamajax.config.launch import LaunchConfig
 from llamajax.config.run import Config
+from llamajax.config.serve import ServeConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 RUNNER = runpy.run_path(str(ROOT / ".ci" / "docs.py"))
@@ -25,7 +26,7 @@ PAGES = [ROOT / "README.md", *RUNNER["pages"]()]
 BLOCKS = {page: RUNNER["blocks"](page) for page in PAGES}
 LANGUAGES = {"sh", "python", "yaml", "text", "json", "jinja", "html", "diff"}
 """Languages of blocks. `bash` or `py` would hide a block from the runner."""
-ROOTS = (Config, LaunchConfig, GenerateConfig, EvaluateConfig)
+ROOTS = (Config, LaunchConfig, GenerateConfig, ServeConfig, EvaluateConfig)
 
 
 class _Loader(yaml.SafeLoader):

@@ -25,11 +25,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("errors", "units", "disk"),
     "config", "estimates", "processes", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint",
-    "weights", "preprocessing", "planning", "generation", "evaluation", "verification", "training",
+    "weights", "preprocessing", "planning", "generation", "serving", "evaluation", "verification", "training",
     "diagnostics", "commands",
     ("results", "library"),
     (
-        "train", "launch", "preprocess", "generate", "evaluate", "plan", "verify", "report", "doctor", "completion",
+        "train", "launch", "preprocess", "generate", "serve", "evaluate", "plan", "verify", "report", "doctor", "completion",
         "__main__",
     ),
     "converters",

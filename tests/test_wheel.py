@@ -60,7 +60,7 @@ for module in pkgutil.iter_modules(converters.__path__):
     paths = python(installed, tmp_path, "-c", code).splitlines()
     assert len(paths) == 3
     assert all(Path(path).is_relative_to(installed) for path in paths)
-    for suffix in ("css", "js", "json", "pyi", "yaml", "jinja", "md", "bash", "zsh", "fish"):
+    for suffix in ("css", "html", "js", "json", "pyi", "yaml", "jinja", "md", "bash", "zsh", "fish"):
         ours = {path.relative_to(ROOT) for path in (ROOT / "llamajax").rglob(f"*.{suffix}")}
         assert {path for path in ours if not (installed / path).is_file()} == set()
     assert (installed / "llamajax" / "py.typed").is_file()
@@ -69,7 +69,7 @@ for module in pkgutil.iter_modules(converters.__path__):
         assert {path for path in ours if not (installed / "llamajax" / path).is_file()} == set()
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "verify", "preprocess", "generate", "evaluate"])
+@pytest.mark.parametrize("command", ["train", "plan", "verify", "preprocess", "generate", "serve", "evaluate"])
 def test_help_names_a_manual_that_exists(installed, tmp_path, command):
     told = python(installed, tmp_path, "-m", f"llamajax.{command}", "--help")
     manual = re.search(r"^ *manual:? +(\S+)", told, flags=re.MULTILINE)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
+from llamajax.config.serve import ServeConfig
 from llamajax.config.shipped import find_file
 from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
@@ -190,7 +191,7 @@ def complete(config: GenerateConfig, completer: Completer, encoded: Encoded) -> 
     )
 
 
-def choose_types(config: GenerateConfig, model: ModelConfig) -> ModelConfig:
+def choose_types(config: GenerateConfig | ServeConfig, model: ModelConfig) -> ModelConfig:
     """Returns the model with the types of weights and computation that `config` chooses."""
     compute_dtype = model.compute_dtype if config.compute_dtype == "auto" else config.compute_dtype
     param_dtype = compute_dtype if config.param_dtype == "auto" else config.param_dtype

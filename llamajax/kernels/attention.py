@@ -31,7 +31,7 @@ def attend(
         v: values of the same tokens.
         mask: which keys a query sees.
         scale: factor of the scores.
-        past: keys and values of each row's earlier tokens; then T is 1 and not split, and the mask has no segments.
+        past: keys and values of each row's earlier tokens; then T is not split, and the mask has no segments.
         kernel: kernel that computes attention, see `llamajax.kernels.choice`. Attention to a past always uses its own form.
         sequence: form of attention to split rows; `auto` means `gather`. For `ring`, tokens are in the order of
             `llamajax.parallel.sequence.laid_out`.

@@ -110,9 +110,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Returns the addition to the residual stream, in x's dtype; and the keys and values of these tokens.
 
-        With `past`, T is 1: the newest token of each row sees the cached tokens before it, and no segments. `sequence` is
-        the form of attention to split rows; `tensor` is the form of matmuls that devices share. `saved_share` is the share
-        of the tokens whose projections have the checkpoint name `qkv`.
+        With `past`, the newest tokens of each row see the cached tokens before them, and no segments. `sequence` is the
+        form of attention to split rows; `tensor` is the form of matmuls that devices share. `saved_share` is the share of
+        the tokens whose projections have the checkpoint name `qkv`.
         """
         q, k, v = self._project(x, rows, tensor, saved_share)
         with jax.named_scope("attend"):

@@ -350,18 +350,46 @@ class Llama(nnx.Module):
         Returns:
             Logits of the next tokens, sharded ("batch", None), and the cache, every row one longer.
         """
-        tokens, positions = jax.reshard(tokens, spec("batch"))[:, None], cache.lengths[:, None]
+        states, cache = self.extend(jax.reshard(tokens, spec("batch"))[:, None], cache)
+        return self.read_out(states[:, 0]), cache
+
+    def extend(
+        self,
+        tokens: Int32[Array, "R T"],
+        cache: KVCache,
+        counts: Int32[Array, "R"] | None = None,
+        cache_rows: Int32[Array, "R"] | None = None,
+    ) -> tuple[Float[Array, "R T D"], KVCache]:
+        """Reads the next tokens of rows of a cache.
+
+        Args:
+            tokens: the tokens, the first of each row at position `cache.lengths`; sharded ("batch", None).
+            cache: tokens that the rows have read so far; donate it, and it is written in place.
+            counts: how many of each row's tokens there are, the others are padding; sharded ("batch"). None: T.
+            cache_rows: the row of the cache that each row continues, see `Past.rows`; None: all rows, in order.
+
+        Returns:
+            The normed states that `read_out` reads, sharded ("batch", None, None), and the cache.
+        """
+        positions = cache.lengths_of(cache_rows)[:, None] + jnp.arange(tokens.shape[1])[None, :]
         x = self._embed(tokens)
         masks = {window or 0: Mask(window=window) for window in self.config.windows}
         rows = self._by_layer(*rope_tables(positions, self.config), masks)
 
         def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...], rows: Rows) -> tuple[jax.Array, KeyValue]:
-            (x, _), key_value = layer(Activations(x, {}), rows, Past(cached[0], cached[1], cache.lengths))
+            past = Past(cached[0], cached[1], cache.lengths, cache_rows)
+            (x, _), key_value = layer(Activations(x, {}), rows, past)
             return x, key_value
 
         layers, cached = PreparedWeights(self.layers), (cache.keys, cache.values)
         x, (k, v) = run_layers(layers, run_layer, x, cached, rows, dtype=x.dtype)
-        return self._next_token_logits(x), append(cache, k, v)
+        with jax.named_scope("final_norm"):
+            return self.final_norm(x), append(cache, k, v, counts, cache_rows)
+
+    def read_out(self, states: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+        """Returns the logits of normed states, sharded ("batch", None, ...)."""
+        with jax.named_scope("head"):
+            return jax.reshard(self._logits(states), spec("batch", *[None] * (states.ndim - 1)))
 
     def with_adapters(self, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> "Llama":
         """Returns the model with adapters of all layers, which change nothing yet: `b` is zero, and `magnitude` is the
@@ -407,8 +435,7 @@ class Llama(nnx.Module):
         """Returns logits of residual streams, sharded ("batch", None)."""
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)[:, 0]
-        with jax.named_scope("head"):
-            return jax.reshard(self._logits(x), spec("batch", None))
+        return self.read_out(x)
 
     def _tables_and_masks(
         self, tokens: Tokens, segment_ids: Tokens | None, positions: Tokens | None, *, sequence: SequenceForm = "gather"

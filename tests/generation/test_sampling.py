@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llamajax.config.parallel import MeshConfig
-from llamajax.generation.sampling import Sampling, keep_likely, next_tokens
+from llamajax.generation.sampling import NUM_TOP, RowSampling, Sampling, choose_by_row, keep_likely, next_tokens
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
 
@@ -151,3 +151,39 @@ def test_seed_row_seed_and_position_each_change_the_draws():
     ]
     assert len({tuple(tokens) for tokens in draws}) == 3
     assert min(len(set(tokens)) for tokens in draws) > 8
+
+
+def test_rows_with_settings_of_their_own_choose_as_they_would_among_their_like():
+    """The very tokens of `next_tokens`, bit for bit, on a mesh whose devices have some of the rows each."""
+    jax.set_mesh(make_mesh(MeshConfig(data=4, tensor=2)))
+    several = [Sampling(), *SETTINGS]
+    B = len(several)
+    rng = np.random.default_rng(3)
+    logits = jax.device_put(rng.normal(0, 3, (B, V)).astype(np.float32), spec("batch", None))
+    row_seeds, positions = rng.integers(0, 2**32, B, dtype=np.uint32), rng.integers(1, 100, B, dtype=np.int32)
+    alike = (jax.device_put(row_seeds, spec("batch")), jax.device_put(positions, spec("batch")))
+    choose: Any = jax.jit(choose_by_row)
+
+    def chosen(several, effort, with_top=True):
+        rows = RowSampling.of((sampling, 7, int(seed)) for sampling, seed in zip(several, row_seeds, strict=True))
+        rows = jax.tree.map(lambda x: jax.device_put(x, spec("batch")), rows)
+        return [np.asarray(x) for x in choose(logits, alike[1], rows, np.int32(effort), np.bool_(with_top))]
+
+    expected = [
+        [np.asarray(x) for x in jax.jit(next_tokens, static_argnums=4)(logits, *alike, jax.random.key(7), sampling)]
+        for sampling in several
+    ]
+    found = chosen(several, 2)
+    assert len({tokens.tobytes() for tokens, _ in expected}) > 3
+    np.testing.assert_array_equal(found[0], [expected[row][0][row] for row in range(B)])
+    np.testing.assert_array_equal(found[1], [expected[row][1][row] for row in range(B)])
+    logprobs = np.asarray(jax.nn.log_softmax(np.asarray(logits)))
+    np.testing.assert_array_equal(found[2], np.argsort(-logprobs, axis=1, kind="stable")[:, :NUM_TOP])
+    np.testing.assert_allclose(found[3], -np.sort(-logprobs, axis=1)[:, :NUM_TOP], rtol=1e-6)
+
+    np.testing.assert_array_equal(chosen([Sampling()] * B, 0)[0], expected[0][0])
+    plain = Sampling(temperature=0.9)
+    drawn = np.asarray(jax.jit(next_tokens, static_argnums=4)(logits, *alike, jax.random.key(7), plain)[0])
+    for effort in (1, 2):
+        np.testing.assert_array_equal(chosen([plain] * B, effort)[0], drawn)
+    assert not chosen(several, 2, with_top=False)[3].any()

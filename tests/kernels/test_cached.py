@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llamajax.config.parallel import MeshConfig
-from llamajax.kernels import cached
+from llamajax.kernels import cached, plain
 from llamajax.kernels.cached import Past
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
@@ -18,28 +18,48 @@ SCALE = 0.4
 LENGTHS = np.array([8, 1, 5, 7, 3, 2, 6, 4], np.int32)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_attention_to_the_past_is_a_softmax_of_any_size(window: int | None):
-    """Against fp64, with scores in the hundreds, whose exponentials would overflow."""
+ROWS = np.array([1, 0, 3, 3, 4, 6, 7, 7], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("window", "T", "rows"),
+    [
+        pytest.param(window, T, rows, marks=() if (T > 1) == (rows is not None) else pytest.mark.slow)
+        for window in (None, 3)
+        for T, rows in ((1, None), (4, ROWS), (1, ROWS), (4, None))
+    ],
+)
+def test_attention_to_the_past_is_a_softmax_of_any_size(window: int | None, T: int, rows: np.ndarray | None, monkeypatch):
+    """Against fp64, with scores in the hundreds, whose exponentials would overflow; several tokens also see each other."""
+    monkeypatch.setattr(plain, "MAX_CHUNK_SCORES", 300)  # so that four queries take two turns
     jax.set_mesh(mesh.make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2)))
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, 1, K, G, H), (B, 1, K, H), (B, 1, K, H)))
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, T, K, G, H), (B, T, K, H), (B, T, K, H)))
     keys, values = rng.standard_normal((2, B, K, S, H)).astype(np.float32)
     q *= 200
     own, past = spec("batch", None, "kv_heads", None), spec("batch", "kv_heads", "seq", None)
+    by_row = spec("batch")
     out, lse = jax.jit(partial(cached.attend, window=window, scale=SCALE, with_lse=True))(
         jax.device_put(q, spec("batch", None, "kv_heads", None, None)),
         jax.device_put(k, own),
         jax.device_put(v, own),
-        Past(jax.device_put(keys, past), jax.device_put(values, past), jax.device_put(LENGTHS, spec("batch"))),
+        Past(
+            jax.device_put(keys, past),
+            jax.device_put(values, past),
+            jax.device_put(LENGTHS, by_row),
+            None if rows is None else jax.device_put(rows, by_row),
+        ),
     )
     assert lse is not None
     assert lse.dtype == jnp.float32
     out, lse = np.asarray(out), np.asarray(lse)
-    for b, head, g in np.ndindex(B, K, G):
-        first = 0 if window is None else max(0, LENGTHS[b] + 1 - window)
-        seen = [np.concatenate([x[b, head, first : LENGTHS[b]], new[b, :, head]]) for x, new in ((keys, k), (values, v))]
-        scores = seen[0].astype(np.float64) @ q[b, 0, head, g] * SCALE
+    for b, t, head, g in np.ndindex(B, T, K, G):
+        row = b if rows is None else rows[b]
+        known = [
+            np.concatenate([x[row, head, : LENGTHS[row]], new[b, : t + 1, head]]) for x, new in ((keys, k), (values, v))
+        ]
+        seen = [x if window is None else x[-window:] for x in known]
+        scores = seen[0].astype(np.float64) @ q[b, t, head, g] * SCALE
         weights = np.exp(scores - scores.max())
-        np.testing.assert_allclose(out[b, 0, head, g], weights @ seen[1] / weights.sum(), atol=1e-4)
-        np.testing.assert_allclose(lse[b, 0, head, g], jax.nn.logsumexp(scores), rtol=1e-5)
+        np.testing.assert_allclose(out[b, t, head, g], weights @ seen[1] / weights.sum(), atol=1e-4)
+        np.testing.assert_allclose(lse[b, t, head, g], scores.max() + np.log(weights.sum()), rtol=1e-5, atol=1e-4)

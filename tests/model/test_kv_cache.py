@@ -13,7 +13,7 @@ import pytest
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
-from llamajax.model.kv_cache import KVCache
+from llamajax.model.kv_cache import KVCache, copy_rows
 from llamajax.parallel import mesh
 from llamajax.parallel.sharding import spec
 from tests.tiny import single_device_mesh
@@ -121,6 +121,49 @@ def test_greedy_decoding_equals_reading_everything_again(variant: str, axes: str
     assert np.std(expected_logits) > 0.3
     np.testing.assert_array_equal(tokens, expected_tokens)
     np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["all", pytest.param("turns", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axes", ["mixed", *(pytest.param(axes, marks=pytest.mark.slow) for axes in ("wide", "sequence"))])
+def test_rows_read_in_parts_in_any_order_are_read_as_whole(axes: str, variant: str):
+    """Each device that has rows of its own reads a part of one of them at a time; a copied row continues like its source."""
+    rng = np.random.default_rng(3)
+    _, expected = _by_recomputation(variant)
+    sizes = mesh.make_mesh(MESHES[axes])
+    jax.set_mesh(sizes)
+    model = _llama(VARIANTS[variant])
+    num_shards = sizes.shape["data"] * sizes.shape["fsdp"]
+    first, own = np.arange(num_shards) * (B // num_shards), B // num_shards
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def read(model: Llama, tokens: jax.Array, cache: KVCache, counts: jax.Array, rows: jax.Array) -> Any:
+        states, cache = model.extend(tokens, cache, counts, rows)
+        return jax.reshard(model.read_out(states), jax.P(None)), cache
+
+    cache, logits, num_read = KVCache.empty(model.config, B, S), np.zeros_like(expected[:, 0]), np.zeros(B, int)
+    while (num_read < LENGTHS).any():
+        rows = (first + rng.integers(own, size=num_shards)).astype(np.int32)
+        counts = np.minimum(rng.integers(0, 4, num_shards), (LENGTHS - num_read)[rows]).astype(np.int32)
+        tokens = np.full((num_shards, 3), 60, np.int32)
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            tokens[place, :count] = PROMPTS[row, num_read[row] : num_read[row] + count]
+        by_row = [jax.device_put(x, spec("batch")) for x in (counts, rows)]
+        found, cache = read(model, jax.device_put(tokens, spec("batch", None)), cache, *by_row)
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if count:
+                num_read[row], logits[row] = num_read[row] + count, np.asarray(found)[place, count - 1]
+    np.testing.assert_array_equal(cache.lengths, LENGTHS)
+    np.testing.assert_allclose(logits, expected[:, 0], atol=1e-4)
+
+    sources, targets = (first + own - 1).astype(np.int32), first.astype(np.int32)
+    copied = jax.jit(copy_rows, donate_argnums=0)(cache, *(jax.device_put(x, spec("batch")) for x in (sources, targets)))
+    tokens = np.asarray(logits).argmax(axis=-1).astype(np.int32)
+    tokens[targets] = tokens[sources]
+    logits, cache = DECODE(model, jax.device_put(tokens, spec("batch")), copied)
+    origin = np.arange(B)
+    origin[targets] = sources
+    np.testing.assert_array_equal(cache.lengths, LENGTHS[origin] + 1)
+    np.testing.assert_allclose(logits, expected[origin, 1], atol=1e-4)
 
 
 def test_a_row_alone_is_decoded_as_among_others():

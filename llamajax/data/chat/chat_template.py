@@ -90,6 +90,11 @@ class ChatTemplate:
         limits = {"max_cpu_s": MAX_CPU_S, "max_memory_bytes": MAX_MEMORY_BYTES, "max_chars": MAX_CHARS}
         self._ask({"template": text, "special_tokens": special_tokens} | limits, "is malformed")
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has ended, as it does at its limits; it renders nothing any more."""
+        return self._process.poll() is not None
+
     @functools.cached_property
     def has_generation_blocks(self) -> bool:
         """Whether the template marks the assistant's text with `{% generation %}` blocks."""
