@@ -56,6 +56,11 @@ class AdaptersConfig(Section):
         """Factor of an adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
+    @property
+    def about(self) -> str:
+        """The adapters in a few words."""
+        return f"{self.kind} adapters of rank {self.rank} of {', '.join(self.targets)}"
+
     def broken_rules(self) -> Iterator[str]:
         if not self.targets:
             yield "targets: must name at least one projection; remove it for all"

@@ -64,7 +64,7 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
 
     Args:
         config: the run.
-        model: weights to start from, which are donated; None: draw them.
+        model: weights to start from, with adapters or without, which are donated; None: draw them.
     """
     model_key, rng = jax.random.split(jax.random.key(config.seed))
     of_run, zero = (config.optimizer, config.train.num_steps), jnp.zeros((), jnp.int32)
@@ -73,7 +73,7 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         weights, opt_state = host_state.create(config, make_optimizer(*of_run, whole=False), model_key, model, split)
     else:
         weights = Llama(config.stored_model, model_key) if model is None else model
-        if config.adapters.enabled:
+        if config.adapters.enabled and not weights.is_adapted:
             key = jax.random.fold_in(model_key, 1)
             weights = weights.with_adapters(config.adapters, config.model.param_dtype, key)
         weights = _split_further(config, weights)

@@ -55,7 +55,9 @@ class Beginning:
             state = with_copies(config, restored.state)
             return Start(state, restored.step, passed_over, restored.meta.get("recent_losses", ()))
         assert config.init_from is None or self.pretrained, "a resumed run has a checkpoint to go back to"
-        model = None if self.pretrained is None else load_model(self.pretrained, config.model, abstract_model(config))
+        model, of_adapters = None, config.model.param_dtype
+        if self.pretrained is not None:
+            model = load_model(self.pretrained, config.model, abstract_model(config), adapters_dtype=of_adapters)
         return Start(init_state(config, model), passed_over=passed_over)
 
 
@@ -72,6 +74,7 @@ def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
         return None
     pretrained = open_pretrained(Path(config.init_from))
     pretrained.check(config.model, config.init_changes)
+    pretrained.check_adapters(config.adapters)
     return pretrained
 
 

@@ -87,7 +87,7 @@ def open_model(directory: Path) -> dict[str, Stored]:
     weight_map = _read_index(directory)
     tensors: dict[str, Stored] = {}
     for file in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
-        for name, stored in _read_header(directory / file).items():
+        for name, stored in read_header(directory / file).items():
             if name in tensors:
                 raise ConfigError(f"{stored.file}: {show(name)} is also in {tensors[name].file.name}; remove one of them")
             if weight_map is not None and weight_map.get(name) != file:
@@ -126,7 +126,12 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
+    """Returns every tensor of a safetensors file.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
     if path.exists() and not path.is_file():  # reading a pipe may never end
         raise ConfigError(f"{path}: is not a regular file; download the file")
     try:

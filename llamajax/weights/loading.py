@@ -1,6 +1,5 @@
 """Reads the weights of a pretrained model onto the mesh."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import P
 from jax.sharding import NamedSharding
 
 from llamajax.checkpoint.read import read_weights
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import DType, ModelConfig
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise, named_arrays
@@ -24,8 +24,11 @@ from llamajax.weights.safetensors import Stored
 Index = tuple[slice, ...]
 
 
-def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | None = None) -> Llama:
-    """Returns the model on the current mesh, in `config.param_dtype`. Processes call this together.
+def load_model(
+    pretrained: Pretrained, config: ModelConfig, abstract: Llama | None = None, *, adapters_dtype: DType = "float32"
+) -> Llama:
+    """Returns the model on the current mesh, in `config.param_dtype`, with its adapters if it has some. Processes call this
+    together.
 
     Besides arrays that wait in its memory, the host holds at most the part of one layer's largest array, or of a vocabulary
     table, that this process's devices need.
@@ -33,35 +36,53 @@ def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | No
     Args:
         pretrained: the location of the weights.
         config: configuration of the model; settings that do not shape weights may differ, see `Pretrained.check`.
-        abstract: its weights as `jax.ShapeDtypeStruct`, with the memory of each; None: all of them on the devices.
+        abstract: its weights, without adapters, as `jax.ShapeDtypeStruct`, with the type and memory of each; None: all of
+            them on the devices.
+        adapters_dtype: type of the adapters; these are few numbers, and small ones.
 
     Raises:
         CheckpointError: the checkpoint was deleted meanwhile, holds another version of the model, or has a weight that is
             not finite.
     """
     abstract = concretise(_abstract_model(config)) if abstract is None else abstract
-    arrays = named_arrays({"model": abstract})
-    if pretrained.tensors is not None:
-        leaves = [read_array(name, leaf, pretrained.tensors) for name, leaf in arrays.items()]
-    else:
-        as_stored = _abstract_model(dataclasses.replace(config, param_dtype=pretrained.config.param_dtype))
-        leaves = read_weights(pretrained.source, _in_memory_of(abstract, concretise(as_stored)), config.param_dtype)
-    model = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-    finite = jax.tree.leaves(_are_finite(model))
-    if bad := [name for name, is_finite in zip(arrays, finite, strict=True) if not is_finite]:
-        raise CheckpointError(f"{pretrained.source}: {', '.join(bad)} holds values that are not finite; use earlier weights")
-    return model
+    if pretrained.base is not None:
+        return _with_adapters(pretrained, load_model(pretrained.base, config, abstract), adapters_dtype)
+    return _read(pretrained, abstract)
 
 
 def _abstract_model(config: ModelConfig) -> Llama:
     return jax.eval_shape(partial(Llama, config), jax.random.key(0))
 
 
-def _in_memory_of(abstract: Llama, others: Llama) -> Llama:
-    """Returns arrays like `others`, each in the memory of the one in `abstract`."""
-    leaves, tree = jax.tree.flatten(others)
-    places = [own.sharding for own in jax.tree.leaves(abstract)]
-    return jax.tree.unflatten(tree, [x.update(sharding=lies) for x, lies in zip(leaves, places, strict=True)])
+def _with_adapters(pretrained: Pretrained, base: Llama, dtype: DType) -> Llama:
+    """Returns the base with its adapters, in `dtype`."""
+    attach = partial(Llama.with_adapters, config=pretrained.adapters, dtype=dtype, key=jax.random.key(0))
+    adapted = concretise(jax.eval_shape(attach, base))
+    weights, tree = jax.tree.flatten(adapted, is_leaf=lambda node: isinstance(node, nnx.Param))
+    mine = map(names.is_adapter, named_arrays(adapted))
+    alone = jax.tree.unflatten(tree, [weight if own else None for weight, own in zip(weights, mine, strict=True)])
+    arrays = named_arrays(base) | named_arrays(_read(pretrained, alone))
+    return jax.tree.unflatten(jax.tree.structure(adapted), [arrays[name] for name in named_arrays(adapted)])
+
+
+def _read(pretrained: Pretrained, abstract: Llama) -> Llama:
+    """Returns the weights that `pretrained.source` holds.
+
+    Args:
+        pretrained: the location of the weights.
+        abstract: the weights with the type and memory of each, and None for those that are elsewhere.
+    """
+    arrays = named_arrays({"model": abstract})
+    if pretrained.tensors is not None:
+        leaves = [read_array(name, leaf, pretrained.tensors) for name, leaf in arrays.items()]
+    else:
+        as_stored = jax.tree.map(lambda leaf: leaf.update(dtype=pretrained.config.param_dtype), abstract)
+        leaves = read_weights(pretrained.source, as_stored, next(iter(arrays.values())).dtype)
+    model = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    finite = jax.tree.leaves(_are_finite(model))
+    if bad := [name for name, is_finite in zip(arrays, finite, strict=True) if not is_finite]:
+        raise CheckpointError(f"{pretrained.source}: {', '.join(bad)} holds values that are not finite; use earlier weights")
+    return model
 
 
 @jax.jit

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,11 +13,13 @@ from llamajax.config.file import settings_of
 from llamajax.config.hf_config import CONFIG, SPECIAL_TOKENS, is_hf_model, read_ends, read_hf_config, token_ids
 from llamajax.config.json_file import read_json
 from llamajax.config.model import DType, ModelConfig
+from llamajax.config.peft import base_of, is_peft
 from llamajax.data.tokenizers.tokenizer import find_tokenizer
 from llamajax.errors import CheckpointError, ConfigError, show
 from llamajax.estimates.formulas import num_params
 from llamajax.weights import hf_files, names
 from llamajax.weights.float8 import quantization_of, with_scales
+from llamajax.weights.peft import adapters_of_run, open_peft
 from llamajax.weights.pretrained import ExportDType, Pretrained
 from llamajax.weights.safetensors import DTYPES
 
@@ -24,13 +27,14 @@ _BUFFER = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers with frequencies that old Llamas store beside the weights; they follow from config.json."""
 
 
-def open_pretrained(path: Path) -> Pretrained:
+def open_pretrained(path: str | os.PathLike[str]) -> Pretrained:
     """Determines the kind of `path` and checks everything but the weights; needs a current mesh. Processes call this
     together.
 
     Args:
         path: a run directory, which selects its newest good checkpoint; RUN/checkpoints/STEP; a directory made by
-            `python -m converters.hf import`; or a Hugging Face directory.
+            `python -m converters.hf import`; a Hugging Face directory; or a PEFT directory. Adapters bring their base, which
+            `adapter_config.json` or the run's `init_from` names.
 
     Raises:
         CheckpointError: there is no good checkpoint, or it holds a model of another llamajax version.
@@ -65,13 +69,34 @@ def open_pretrained(path: Path) -> Pretrained:
         stored_dtype = meta.get("stored_dtype", config.param_dtype)
         if stored_dtype not in get_args(ExportDType) or not _is_hf(meta.get("hf"), step_dir / "meta.json", config):
             raise CheckpointError(f"{step_dir / 'meta.json'}: hf or stored_dtype is invalid; choose another step")
-        return Pretrained(step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None)
+        adapters = adapters_of_run(step_dir, meta)
+        base = None if adapters is None else _base_of_run(step_dir, meta)
+        return Pretrained(
+            step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None, adapters=adapters, base=base
+        )  # fmt: skip
+    if is_peft(path):
+        return open_peft(path, open_pretrained(base_of(path)))
     if (path / CONFIG).is_file():
         return open_directory(path)
     raise ConfigError(
         f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is not"
         " RUN/checkpoints/STEP; give one of these"
     )
+
+
+def _base_of_run(step_dir: Path, meta: Mapping[str, Any]) -> Pretrained:
+    """Returns the model that the adapters of a checkpoint belong to: the first one without adapters that `init_from` leads
+    to.
+
+    Raises:
+        CheckpointError: the run has no `init_from`.
+        ConfigError: there is no model any more, or it does not fit.
+    """
+    named = meta["config"].get("init_from")
+    if not isinstance(named, str):
+        raise CheckpointError(f"{step_dir}: holds adapters, but its run names no init_from; choose another step")
+    found = open_pretrained(named)
+    return found if found.base is None else found.base
 
 
 def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:
