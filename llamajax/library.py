@@ -365,7 +365,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
         startup.begin(config)
         config = elastic.fit(config, path).config
         config = with_placed_state(config, startup.lay_out(config).shape)
-        return read(path, abstract_state(config).without_copies(), step)
+        return read(path, abstract_state(config).as_saved(), step)
 
 
 def preprocess(config: Config, *, workers: int | None = None) -> None:

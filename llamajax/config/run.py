@@ -28,6 +28,7 @@ from llamajax.config.parallel import (
     num_parts,
     splits_residual,
 )
+from llamajax.config.quantized import undivided_blocks
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.stages import pipeline_problems
@@ -114,6 +115,15 @@ class Config(Settings):
         train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
         if not self.run_dir:
             yield "run_dir: must not be empty"
+        if self.adapters.enabled and self.init_from is None:
+            yield "adapters.kind: needs init_from; name the model that the adapters add to, or set none"
+        if self.adapters.is_quantized and model.matmul_dtype != "compute_dtype":
+            rule = f"{model.matmul_dtype} rounds weights again that adapters.base={self.adapters.base} has rounded"
+            yield f"model.matmul_dtype: {rule}; set adapters.base to bfloat16, or remove this"
+        if self.adapters.enabled and train.frozen:
+            yield "train.frozen: has no effect with adapters, beside which all weights are frozen; remove it"
+        if self.adapters.enabled and self.offload.state_share:
+            yield "offload.optimizer: adapters have a small state, which stays on the card; remove it"
         if self.init_changes and self.init_from is None:
             yield "init_changes: has no effect without init_from; name the weights there, or remove this"
         for name, seq_len in data.row_lengths.items():
@@ -190,6 +200,8 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
+        if self.adapters.base in ("float8", "int8", "nf4") and self.adapters.enabled:
+            problems += undivided_blocks(self.model, self.adapters.base, axes)
         return [*problems, *pipeline_problems(self.model, self.parallel, train, axes, self.mesh.stages)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:

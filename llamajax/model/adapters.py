@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from llamajax.config.adapters import AdaptersConfig, Projection
+from llamajax.config.layer_weights import LAYER_WEIGHTS
 from llamajax.config.parallel import num_parts
 from llamajax.parallel.float8 import Factor, Float8, values
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul, tokenwise_matmul
+from llamajax.parallel.quantized import Quantized, dequantize
 from llamajax.parallel.stages import is_staged, merge, split
-from llamajax.parallel.zero import Dims, weight, with_value
+from llamajax.parallel.zero import Dims, as_quantized, weight, with_value
+
+Tree = TypeVar("Tree")
 
 
 class Adapter(nnx.Module):
@@ -66,8 +71,9 @@ class Adapter(nnx.Module):
             arrange=arrange,
         )  # fmt: skip
         self.a, self.b = (with_n, with_d) if is_row else (with_d, with_n)
-        outputs = dict(shape=(D,), stored=(None,)) if is_row else dict(shape=tuple(N), stored=stored)
-        self.magnitude = weight(**outputs, dtype=dtype, compute=None, init=jnp.ones) if config.kind == "dora" else None
+        outputs, lie = ((D,), (None,)) if is_row else (tuple(N), stored)
+        is_dora = config.kind == "dora"
+        self.magnitude = weight(outputs, dtype, stored=lie, compute=None, init=jnp.ones) if is_dora else None
         self.scale, self.is_row, self.arrange = config.scale, is_row, None if is_row else arrange
 
     def product(self) -> Float[Array, "D *N"]:
@@ -117,9 +123,7 @@ def with_columns(
     if all(adapter.magnitude is None for adapter in own):
         return y
     whole = _plain(w)
-    factors = [
-        _factor(adapter, whole[..., own_columns, :]) for adapter, own_columns in zip(adapters, columns, strict=True)
-    ]
+    factors = [_factor(adapter, whole[..., own_columns, :]) for adapter, own_columns in zip(adapters, columns, strict=True)]
     return _times(y, jnp.concatenate(factors, axis=-2))
 
 
@@ -194,6 +198,13 @@ def _times(y: Float[Array, "B T *N"], factor: Float32[Array, "..."]) -> Float[Ar
     return (y * factor[None, None]).astype(y.dtype)
 
 
+def quantized_layers(config: AdaptersConfig, layers: Tree, *, num_stacked: int) -> Tree:
+    """Returns frozen layers, or a matrix of them by its name, in the form of `adapters.base`, in blocks along the inputs."""
+    assert config.base in ("float8", "int8", "nf4"), config.base
+    dims = {weight.name: 0 if weight.matmul == "column" else -1 for weight in LAYER_WEIGHTS if weight.matmul}
+    return as_quantized(layers, config.base, dims, double=config.double_quantization, num_stacked=num_stacked)
+
+
 def attach(part: nnx.Module, matrices: Mapping[str, Sequence[Projection]], adapters: Mapping[Projection, Adapter]) -> None:
     """Sets the adapters of a part of a stack of layers, `q_adapter` and so on; those of DoRA start from the length of the
     weights.
@@ -210,7 +221,9 @@ def attach(part: nnx.Module, matrices: Mapping[str, Sequence[Projection]], adapt
                 continue
             adapter = jax.tree.map(lambda weight: weight, adapters[name])
             if adapter.magnitude is not None:
-                w = stored[...] if adapter.is_row else stored[..., place, :]
+                w = stored[...]
+                w = dequantize(w, jnp.float32) if isinstance(w, Quantized) else w
+                w = w if adapter.is_row else w[..., place, :]
                 length = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), range(2, w.ndim) if adapter.is_row else 1))
                 own = adapter.magnitude
                 lies = jax.typeof(own[...]).sharding.spec

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import AttentionKernel, ModelConfig
@@ -80,9 +80,7 @@ class Attention(nnx.Module):
         self.kernel: AttentionKernel = config.attention_kernel
 
     @staticmethod
-    def adapters(
-        model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array
-    ) -> dict[Projection, Adapter]:
+    def adapters(model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> dict[Projection, Adapter]:
         """Draws adapters of its projections; those that `config` does not name are left out."""
         D, K, H = model.embed_dim, model.num_kv_heads, model.head_dim
         heads = ("kv_heads" if K % _num_parts() == 0 else None, None, "head_dim")
@@ -151,9 +149,9 @@ def _num_parts() -> int:
     return num_parts("kv_heads", jax.sharding.get_abstract_mesh().shape)
 
 
-def _split_qkv(w: Float[Array, "E K C H"], dtype: DTypeLike) -> Float[Array, "E J M H"]:
-    """Splits `wqkv` into the J kv heads that compute uses, in `dtype`. Heads are copied in w's own dtype, in which the
-    copies' gradients add up."""
+def _split_qkv(w: Num[Array, "E K C H"], dtype: DTypeLike) -> Num[Array, "E J M H"]:
+    """Splits `wqkv`, or an array of it quantized, into the J kv heads that compute uses, in `dtype`. Heads are copied in w's
+    own dtype, in which the copies' gradients add up."""
     E, K, C, H = w.shape
     if (J := max(K, _num_parts())) == K:
         return w.astype(dtype)
@@ -163,7 +161,7 @@ def _split_qkv(w: Float[Array, "E K C H"], dtype: DTypeLike) -> Float[Array, "E 
     return _split_heads(jnp.concatenate([queries, shared], axis=2).astype(dtype))
 
 
-def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array, "E J M H"]:
+def _split_queries(w: Num[Array, "E K G H"], dtype: DTypeLike) -> Num[Array, "E J M H"]:
     """Splits `wo` into the J kv heads that compute uses, like `_split_qkv`."""
     E, K, G, H = w.shape
     if (J := max(K, _num_parts())) == K:
@@ -172,7 +170,7 @@ def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array,
     return _split_heads(queries.astype(dtype))
 
 
-def _repeat_heads(w: Float[Array, "E K 1 H"], dtype: DTypeLike) -> Float[Array, "E J 1 H"]:
+def _repeat_heads(w: Num[Array, "E K 1 H"], dtype: DTypeLike) -> Num[Array, "E J 1 H"]:
     """Copies keys or values for the J kv heads that compute uses, like `_split_qkv`."""
     K = w.shape[1]
     if (J := max(K, _num_parts())) == K:
@@ -180,7 +178,7 @@ def _repeat_heads(w: Float[Array, "E K 1 H"], dtype: DTypeLike) -> Float[Array, 
     return _split_heads(jnp.repeat(w, J // K, axis=1, out_sharding=jax.typeof(w).sharding.spec).astype(dtype))
 
 
-def _split_heads(w: Float[Array, "E J M H"]) -> Float[Array, "E J M H"]:
+def _split_heads(w: Num[Array, "E J M H"]) -> Num[Array, "E J M H"]:
     """Reshards by heads: each device sends every other device the rows that it stores of that device's head, in one
     all-to-all."""
     rows = tuple(axis for axis in as_tuple(jax.typeof(w).sharding.spec[0]) if axis not in axes_of("kv_heads"))

@@ -102,9 +102,7 @@ class MLP(nnx.Module):
         self.down_adapter: Adapter | None = nnx.data(None)
 
     @staticmethod
-    def adapters(
-        model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array
-    ) -> dict[Projection, Adapter]:
+    def adapters(model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> dict[Projection, Adapter]:
         """Draws adapters of its projections; those that `config` does not name are left out."""
         D, F = model.embed_dim, model.mlp_dim
         column = {"shape": (D, 1, F), "is_row": False, "stored": (None, "mlp"), "compute": (None, "mlp")}

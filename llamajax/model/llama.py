@@ -373,11 +373,6 @@ class Llama(nnx.Module):
         attach(adapted.layers.mlp, MLP.MATRICES, mlp)
         return adapted
 
-    @property
-    def is_adapted(self) -> bool:
-        """Whether the layers have adapters."""
-        return any("_adapter." in name for name in named_arrays(self))
-
     def output_weight(self) -> nnx.Param:
         """Returns the head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
         return self.embedding if self.head is None else self.head

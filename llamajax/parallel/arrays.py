@@ -1,6 +1,6 @@
 """Trees of arrays: the name of every leaf, and its sharding on the mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -41,9 +41,9 @@ def concretise(abstract_state: Tree, on_host: Sequence[bool] | None = None) -> T
     return jax.tree.unflatten(tree, map(leaf, leaves, on_host or [False] * len(leaves)))
 
 
-def named_arrays(state: Any) -> dict[str, Any]:
+def named_arrays(state: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Returns the leaves by their path in the tree, such as `model.layers.up`, in the order of `jax.tree.leaves`."""
-    paths, _ = jax.tree.flatten_with_path(state)
+    paths, _ = jax.tree.flatten_with_path(state, is_leaf=is_leaf)
     # An nnx.Param is a node with one leaf `value`; the name `value` adds nothing.
     named = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}
     assert len(named) == len(paths), "two leaves have the same name"

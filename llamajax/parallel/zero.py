@@ -7,7 +7,7 @@ holds it whole, nor the optimizer's moments, which are created from it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -20,8 +20,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from llamajax.config.parallel import axes_of
+from llamajax.config.quantized import QuantizedForm
 from llamajax.parallel import host_memory
 from llamajax.parallel.float8 import Factor, Float8, moved, rounded
+from llamajax.parallel.quantized import Quantized, dequantize, quantize
 from llamajax.parallel.sharding import as_tuple, axes_in, spec
 from llamajax.parallel.stages import is_staged, merge, split
 
@@ -116,7 +118,10 @@ def _gather(tree: Tree, dtype: DTypeLike) -> Tree:
             return param
         name = [key.name for key in path[:-1] if isinstance(key, jax.tree_util.GetAttrKey)]
         with jax.named_scope("/".join([*name, "gather_weight"])):
-            return _gathered(moved(partial(_laid_out, param, dtype), param[...]), frozen=param.frozen)
+            own = param[...]
+            if isinstance(own, Quantized):
+                return _gathered(dequantize(jax.tree.map(partial(_laid_out_frozen, param), own), dtype), frozen=True)
+            return _gathered(moved(partial(_laid_out, param, dtype), own), frozen=param.frozen)
 
     return jax.tree_util.tree_map_with_path(gather, tree, is_leaf=_is_weight)
 
@@ -128,6 +133,12 @@ def _laid_out(param: nnx.Param, dtype: DTypeLike, own: jax.Array) -> jax.Array:
     summed = token_axes() - axes_in(stacked)
     own_part = jax.reshard(own, P(*_partitions(own), reduced=summed - axes_in(_partitions(own))))
     return jax.reshard(own_part, P(*stacked, *spec(*param.compute), reduced=summed))
+
+
+def _laid_out_frozen(param: nnx.Param, own: jax.Array) -> jax.Array:
+    """Reshards an array of a quantized weight as the weight declares, so that devices send each other codes and scales."""
+    own = _arranged(param, own, own.dtype)
+    return jax.reshard(own, P(*_partitions(own)[: _num_stacked(param)], *spec(*param.compute)))
 
 
 def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTypeLike, *, num_stacked: int = 1) -> Tree:
@@ -194,6 +205,26 @@ def as_frozen(tree: Tree) -> Tree:
     return jax.tree.map(mark, tree, is_leaf=_is_weight)
 
 
+def as_quantized(tree: Tree, form: QuantizedForm, dims: Mapping[str, int], *, double: bool, num_stacked: int) -> Tree:
+    """Returns the weights with matrices in codes and scales.
+
+    Args:
+        tree: frozen weights.
+        form: format of the codes.
+        dims: dim of the inputs of each matrix to quantize, by its attribute name.
+        double: see `quantize`, and `num_stacked` too.
+        num_stacked: see `double`.
+    """
+
+    def narrow(path: tuple[Any, ...], param: nnx.Param) -> nnx.Param:
+        name = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-1]
+        if name not in dims:
+            return param
+        return with_value(param, quantize(param[...], form, dims[name], num_stacked=num_stacked, double=double))
+
+    return jax.tree_util.tree_map_with_path(narrow, tree, is_leaf=_is_weight)
+
+
 def trained_only(tree: Tree) -> Tree:
     """Returns the weights with None for frozen ones."""
     return jax.tree.map(lambda param: None if param.frozen else param, tree, is_leaf=_is_weight)
@@ -208,6 +239,8 @@ def split_over(tree: Tree, further: tuple[str, ...]) -> Tree:
     sizes = jax.sharding.get_abstract_mesh().shape
 
     def split(param: nnx.Param) -> nnx.Param:
+        if isinstance(param[...], Quantized):
+            return param  # its blocks stay whole
         entries = list(map(as_tuple, _partitions(param[...])))
         for dim, axes in enumerate(entries):
             parts = math.prod(sizes[axis] for axis in (*further, *axes))
@@ -230,7 +263,7 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
     left_open = frozenset(axis for axis in left_open if sizes[axis] > 1)
 
     def join(param: nnx.Param) -> nnx.Param:
-        if param.compute is None:
+        if param.compute is None or isinstance(param[...], Quantized):
             return param
         stored = _partitions(param[...])
         if not left_open - axes_in(stored) and not any(sizes[axis] > 1 for axis in axes_in(stored) & set(DATA)):

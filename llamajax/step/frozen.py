@@ -19,7 +19,7 @@ def partition(config: Config, model: Llama) -> tuple[Llama, Llama]:
     Raises:
         ConfigError: an entry of `frozen` matches no parameter name, or all parameters are frozen.
     """
-    names = list(named_arrays(model))
+    names = list(named_arrays(model, _is_weight))
     check_names("train.frozen", config.train.frozen, names)
     if all(map(config.is_frozen, names)):
         raise ConfigError(f"train.frozen: {', '.join(config.train.frozen)} leaves no parameter to train; remove some of it")

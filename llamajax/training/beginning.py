@@ -13,14 +13,18 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
 from llamajax.data.rows.position import PassedOver
 from llamajax.data.tokens.tokenize_run import look_at_data
+from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import concretise
+from llamajax.parallel.zero import trained_only
 from llamajax.processes.peers import of_first
-from llamajax.step.state import TrainState, abstract_model, init_state, with_copies
+from llamajax.step.checksum import fingerprint
+from llamajax.step.frozen import partition
+from llamajax.step.state import TrainState, abstract_model, init_state, with_adapters, with_base, with_copies
 from llamajax.training.loop import Start
 from llamajax.training.resume import check_settings
 from llamajax.training.rollback import agreed, read_passed_over
 from llamajax.watch import console
-from llamajax.weights.loading import load_model
+from llamajax.weights.loading import load_adapters, load_model
 from llamajax.weights.open_model import open_pretrained
 from llamajax.weights.origin import Origin, take_along
 from llamajax.weights.pretrained import Pretrained
@@ -35,7 +39,7 @@ class Beginning:
     passed_over: tuple[PassedOver, ...]
     """Rows that the run skips."""
     pretrained: Pretrained | None
-    """Model that supplies the weights of a new run; None: they are random."""
+    """Model that supplies the weights of a new run, or those that adapters add to; None: they are random."""
     origin: Origin
     """Tokenizer and files that the run takes over from its initial weights, or from its checkpoint."""
 
@@ -51,29 +55,45 @@ class Beginning:
         self, restored: Restored[TrainState] | None, config: Config, passed_over: tuple[PassedOver, ...]
     ) -> Start:
         """Returns the start of the loop: after a checkpoint that was read, or with the weights of a new run."""
-        if restored is not None:
-            state = with_copies(config, restored.state)
-            return Start(state, restored.step, passed_over, restored.meta.get("recent_losses", ()))
-        assert config.init_from is None or self.pretrained, "a resumed run has a checkpoint to go back to"
-        model, of_adapters = None, config.model.param_dtype
-        if self.pretrained is not None:
-            model = load_model(self.pretrained, config.model, abstract_model(config), adapters_dtype=of_adapters)
-        return Start(init_state(config, model), passed_over=passed_over)
+        assert restored is not None or config.init_from is None or self.pretrained, (
+            "a resumed run has a checkpoint to go back to"
+        )
+        found, given = self.pretrained, None
+        if found is not None:
+            given = load_model(found.base or found, config.stored_model, abstract_model(config))
+        if restored is None:
+            state, step, losses = init_state(config, given), 0, ()
+            if found is not None and found.adapters is not None:
+                state = with_adapters(state, load_adapters(found, trained_only(state.model)))
+        else:
+            state = restored.state if given is None else with_base(config, restored.state, given)
+            state, step = with_copies(config, state), restored.step
+            losses = restored.meta.get("recent_losses", ())
+        if not config.adapters.enabled:
+            return Start(state, step, passed_over, losses)
+        base = fingerprint(partition(config, state.model)[1])
+        if restored is not None and restored.meta.get("base") != base:
+            raise CheckpointError(
+                f"init_from: {config.init_from} holds other weights than those that the adapters in {config.run_dir} were"
+                " trained beside; name these, or choose another run_dir"
+            )
+        return Start(state, step, passed_over, losses, base)
 
 
 def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
-    """Opens the model that supplies the weights of a new run; it must match the configuration.
+    """Opens the model that supplies the weights of a new run, or those that adapters add to; it must match the
+    configuration.
 
     Returns:
-        The model; None if the run resumes or draws random weights.
+        The model; None if a checkpoint has all weights, or if they are random.
 
     Raises:
         UserError: see `open_pretrained` and `Pretrained.check`.
     """
-    if config.init_from is None or of_first(latest_step(run_dir)) is not None:
+    if config.init_from is None or (not config.adapters.enabled and of_first(latest_step(run_dir)) is not None):
         return None
     pretrained = open_pretrained(Path(config.init_from))
-    pretrained.check(config.model, config.init_changes)
+    pretrained.check(config.stored_model, config.init_changes)
     pretrained.check_adapters(config.adapters)
     return pretrained
 
@@ -96,7 +116,7 @@ def find_beginning(
     """
     run_dir = Path(config.run_dir).expanduser()
     passed_over = read_passed_over(run_dir, checkpointer)
-    found = checkpointer.find(abstract.without_copies(), passed_over=passed_over)
+    found = checkpointer.find(abstract.as_saved(), passed_over=passed_over)
     if found is not None:
         passed_over = agreed(run_dir, passed_over, found)
     origin = _look(asked, config, abstract, found, pretrained)
@@ -108,7 +128,7 @@ def check_beginning(asked: Config, config: Config, abstract: TrainState, pretrai
     together."""
     run_dir, found = Path(config.run_dir).expanduser(), None
     if of_first(latest_step(run_dir)) is not None:
-        found = find_arrays(good_step(run_dir / "checkpoints"), concretise(abstract.without_copies()), partial=False)
+        found = find_arrays(good_step(run_dir / "checkpoints"), concretise(abstract.as_saved()), partial=False)
     origin = _look(asked, config, abstract, found, pretrained)
     look_at_data(config, origin.tokenizer, console.log)
 
@@ -119,7 +139,7 @@ def _look(
     if found is not None:
         check_settings(asked, found)
     if found is None or found.step < config.train.num_steps:
-        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract.without_copies()))
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract.as_saved()))
         check_room(Path(config.run_dir).expanduser(), num_bytes)
-    source = found if pretrained is None else pretrained
+    source = pretrained if found is None else found
     return Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)

@@ -26,7 +26,7 @@ from llamajax.processes.exit import end_process, exit_code
 from llamajax.processes.peers import check_same_everywhere, everyones
 from llamajax.step import pinned_memory
 from llamajax.step.resolve import with_placed_state
-from llamajax.step.state import TrainState, abstract_state
+from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
 from llamajax.training.beginning import Beginning, check_beginning, find_beginning, open_weights
@@ -207,7 +207,7 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abst
                 bad = error.with_traceback(None)  # the frames hold the state that went wrong
                 del start, restored  # they hold the state that it began with
             watchdog.begin("load")
-            restored, passed_over = go_back(bad, config, abstract.without_copies(), checkpointer, passed_over)
+            restored, passed_over = go_back(bad, config, abstract.as_saved(), checkpointer, passed_over)
 
 
 def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
@@ -216,7 +216,7 @@ def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
         return
     on, model, key = jax.sharding.get_mesh(), state.weights, state.rng
     if on.shape["pipeline"] > 1:
-        on, model, key = _without_stages(state)
+        on, model, key = _without_stages(config, state)
     with jax.set_mesh(on):
         pieces = stream_text(
             whole_over_data(model, config.model.compute_dtype),
@@ -231,13 +231,13 @@ def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
         console.print_stream(config.sample.prompt, pieces)
 
 
-def _without_stages(state: TrainState) -> tuple[jax.sharding.Mesh, Llama, jax.Array]:
+def _without_stages(config: Config, state: TrainState) -> tuple[jax.sharding.Mesh, Llama, jax.Array]:
     """Returns the weights and the key of a pipelined run on a mesh for generation, which has no stages: layers are split
     along `fsdp` instead, where that divides them, or devices along `data` have copies."""
     meshes = [mesh.without_stages(jax.sharding.get_mesh(), axis) for axis in ("fsdp", "data")]
     on = next((on for on in meshes if not state.model.config.undivided(on.shape)), meshes[-1])
     with jax.set_mesh(on):
-        like = concretise(jax.eval_shape(lambda: Llama(state.model.config, jax.random.key(0))))
+        like = concretise(jax.eval_shape(functools.partial(init_state, config)).model)
         model = jax.tree.map(lambda weight, like: jax.device_put(weight, like.sharding), state.model, like)
         return on, model, jax.device_put(state.rng, jax.NamedSharding(on, jax.P()))
 

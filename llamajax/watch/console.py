@@ -24,6 +24,7 @@ from rich.text import Text
 import llamajax
 from llamajax.config.run import Config
 from llamajax.errors import UserError
+from llamajax.parallel.arrays import named_arrays
 from llamajax.processes import heartbeat, peers
 from llamajax.units import format_bytes, format_count, format_duration
 from llamajax.watch.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary, read_run, summarize
@@ -178,6 +179,9 @@ def print_header(config: Config, model: Any) -> None:
     if ramp := config.ramp_arithmetic():
         log(f"ramp       {ramp}")
     log(f"model      {format_count(num_params)} parameters ({num_params:,})")
+    if config.adapters.enabled:
+        own = sum(leaf.size for name, leaf in named_arrays(model).items() if not config.is_frozen(name))
+        log(f"adapters   {config.adapters.described}: {format_count(own)} parameters to train ({own / num_params:.2%})")
     print_table(parameter_table(model))
 
 

@@ -80,12 +80,12 @@ from llamajax.config.run import Config
 from llamajax.estimates.calibration import read_measurement
 from llamajax.estimates.communication import least_wire_bytes, pipeline_bytes
 from llamajax.estimates.formulas import (
-    flops_per_token,
     mean_keys,
     mesh_sizes,
     minimum_state_bytes,
     num_params,
     state_bytes,
+    training_flops_per_token,
 )
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.estimates.machine import planned_machine
@@ -127,7 +127,7 @@ def analytic_figures(config: Config) -> dict[str, Any]:
         "mesh": mesh_sizes(config),
         "num_params": num_params(model),
         "tokens_per_step": tokens,
-        "model_flops": flops_per_token(model, config.data.seq_len, keys=_keys(config)) * tokens,
+        "model_flops": training_flops_per_token(config, config.data.seq_len, keys=_keys(config)) * tokens,
         "remarks": remarks(config),
         "capacity_bytes": planned_gpu(hardware).memory_bytes,
         "zero_minimum_bytes": minimum_state_bytes(config),
@@ -296,8 +296,10 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "wire_bytes_by_link": timeline.wire_bytes,
         "wire_bytes_factor": sent / least if least else None,
         "tokens_per_sec_per_device": tokens_per_sec,
-        "mfu": flops_per_token(config.model, seq_len, keys=_keys(config)) * tokens_per_sec / gpu.peak_flops,
-        "mfu_full_attention": flops_per_token(config.model, seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
+        "mfu": training_flops_per_token(config, seq_len, keys=_keys(config)) * tokens_per_sec / gpu.peak_flops,
+        "mfu_full_attention": training_flops_per_token(config, seq_len, full_attention=True)
+        * tokens_per_sec
+        / gpu.peak_flops,
         "hfu": flops / timeline.step_time_s / gpu.peak_flops,
         "flops": flops,
         "idle_flops": counted.idle / num_devices,
