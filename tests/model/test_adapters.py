@@ -11,10 +11,11 @@ import pytest
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.parallel.arrays import named_arrays
-from llamajax.step.state import init_state
+from llamajax.parallel.zero import trained_only
+from llamajax.step.state import init_state, with_adapters
 from llamajax.step.step import train_step
 from llamajax.weights import names
-from llamajax.weights.loading import load_model
+from llamajax.weights.loading import load_adapters, load_model
 from llamajax.weights.open_model import open_pretrained
 from tests.adapters import ALL, KINDS, base, logits_of, torch, write_adapters, write_base
 from tests.converters.models import tiny
@@ -84,7 +85,9 @@ def test_training_has_the_losses_of_peft_and_changes_adapters_alone(kind, target
             train=TrainConfig(num_steps=num_steps, global_batch_size=B),
             mesh=MeshConfig(),
         )
-        state = init_state(config, load_model(found, config.model))
+        assert found.base is not None
+        state = init_state(config, load_model(found.base, config.model))
+        state = with_adapters(state, load_adapters(found, trained_only(state.model)))
         before = {name: np.asarray(array) for name, array in named_arrays(state.model).items()}
         step, ours = jax.jit(partial(train_step, resolved(config))), []
         for of_step, wanted in zip(tokens, targets_of, strict=True):
