@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.adapters import PROJECTIONS, AdapterKind, AdaptersConfig, Projection
+from llamajax.config.adapters import PROJECTIONS, AdapterKind, AdaptersConfig
 from llamajax.config.json_file import read_json
 from llamajax.errors import ConfigError, show
 
@@ -36,7 +36,7 @@ def is_peft(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
 
 
-def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[Projection]) -> AdaptersConfig:
+def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[str]) -> AdaptersConfig:
     """Returns the adapters that an `adapter_config.json` describes.
 
     The tensors beside the file tell which modules have an adapter. Its `target_modules`, which may be a regular expression
@@ -88,7 +88,7 @@ def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[Proje
     return replace(AdaptersConfig(kind=kind, rank=rank, alpha=alpha, dropout=dropout), targets=own)
 
 
-def _check_targets(modules: list[Any], path: Path, targets: Collection[Projection]) -> None:
+def _check_targets(modules: list[Any], path: Path, targets: Collection[str]) -> None:
     """Checks that tensors exist for a list of modules."""
     named = {str(module).rpartition(".")[2] for module in modules}
     found = {f"{name}_proj" for name in targets}

@@ -28,8 +28,14 @@ _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 def source_name(directory: Path) -> str:
     """Returns the model's name: OWNER/NAME in the cache of Hugging Face downloads, otherwise the name of the directory."""
+    on_hub = hub_name(directory)
+    return directory.absolute().name if on_hub is None else on_hub[0]
+
+
+def hub_name(directory: Path) -> tuple[str, str] | None:
+    """Returns OWNER/NAME and the commit of a model in the cache of Hugging Face downloads; None elsewhere."""
     cached = re.fullmatch("models--(.+?)--(.+)", directory.absolute().parent.parent.name)
-    return f"{cached[1]}/{cached[2]}" if cached else directory.absolute().name
+    return (f"{cached[1]}/{cached[2]}", directory.absolute().name) if cached else None
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
