@@ -24,14 +24,14 @@ Put = Callable[[str, np.ndarray, int], None]
 def copy_array(step_dir: Path, array: str, put: Put, piece_bytes: int) -> None:
     """Puts the tensors that make up one of our arrays in a checkpoint."""
     stored, tensors = open_array(step_dir, array), names.tensors_of(array)
-    small = []
+    small: list[tuple[Box, list[names.Tensor]]] = []
     for box in _boxes(array, stored):
         if stored.nbytes(box) <= piece_bytes:
             small.append((box, tensors))
         else:
             for tensor in tensors:
                 _copy_piece(array, stored, box, [tensor], put)
-    _in_threads(lambda piece: _copy_piece(array, stored, *piece, put), small)
+    _in_threads(lambda piece: _copy_piece(array, stored, piece[0], piece[1], put), small)
 
 
 def copy_tensor(name: str, stored: Stored, put: Put) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -38,8 +37,8 @@ class PeftExport:
     """Licence identifier for the model card; None: the base's, or its licence file."""
     files: SmallFiles
     """Tokenizer and other small files."""
-    told_base: str | None
-    """Name or directory of the base that the user gives; None: the base's own."""
+    base: tuple[str, str | None]
+    """Name or directory of the base for other programs, and its commit if it is on the Hub."""
 
     @property
     def config(self) -> ModelConfig:
@@ -51,25 +50,6 @@ class PeftExport:
         """The adapters."""
         assert self.found.adapters is not None
         return self.found.adapters
-
-    @cached_property
-    def base(self) -> tuple[str, str | None]:
-        """Name or directory of the base for other programs, and its commit if it is on the Hub.
-
-        Raises:
-            ConfigError: the base is in a form that only llamajax reads.
-        """
-        assert self.found.base is not None
-        if self.told_base is not None:
-            there = Path(os.path.expanduser(self.told_base))
-            return (str(there.absolute()) if there.is_dir() else self.told_base), None
-        source = self.found.base.source
-        if self.found.base.tensors is None:
-            raise ConfigError(
-                f"{self.found.source}: its base, {source}, is a checkpoint, which peft cannot read; export that first and"
-                " name the result with --base, or write the whole model with --merge"
-            )
-        return hub_name(source) or (str(source), None)
 
     @property
     def about(self) -> str:
@@ -84,7 +64,7 @@ class PeftExport:
 
         Raises:
             CheckpointError: a running run deleted the step during the export.
-            ConfigError: a weight is too large for `dtype`, or see `base`.
+            ConfigError: a weight is too large for `dtype`.
         """
         name, revision = self.base
         self.files.write(out)
@@ -122,17 +102,29 @@ def read_adapters(found: Pretrained, dtype: ExportDType | None, license: str | N
         found: the checkpoint.
         dtype: dtype of the adapters to write; None: as they are.
         license: licence for the model card.
-        base: see `PeftExport.told_base`.
+        base: name or directory of the base; None: its own.
 
     Raises:
         CheckpointError: it does not hold the adapters that its configuration describes.
-        ConfigError: it is a PEFT directory already.
+        ConfigError: it is a PEFT directory already, or its base is in a form that only llamajax reads.
     """
     assert found.adapters is not None
     if found.tensors is not None:
         raise ConfigError(f"{found.source}: is already a PEFT directory; --merge writes the whole model")
     assert found.architecture  # raises if transformers has none
     check_arrays(found, names.adapter_shapes(found.config, found.adapters))
-    export = PeftExport(found, dtype or found.stored_dtype, license, read_small_files(found), base)
-    assert export.base  # raises if no other program can read it
-    return export
+    return PeftExport(found, dtype or found.stored_dtype, license, read_small_files(found), _named_base(found, base))
+
+
+def _named_base(found: Pretrained, told: str | None) -> tuple[str, str | None]:
+    """Returns `PeftExport.base`."""
+    assert found.base is not None
+    if told is not None:
+        directory = Path(os.path.expanduser(told))
+        return str(directory.absolute()) if directory.is_dir() else told, None
+    if found.base.tensors is None:
+        raise ConfigError(
+            f"{found.source}: its base, {found.base.source}, is a checkpoint, which peft cannot read; export that first and"
+            " name the result with --base, or write the whole model with --merge"
+        )
+    return hub_name(found.base.source) or (str(found.base.source), None)

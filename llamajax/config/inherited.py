@@ -12,6 +12,7 @@ from llamajax import disk
 from llamajax.config.hf_config import CONFIG, read_hf_config
 from llamajax.config.json_file import read_json
 from llamajax.config.model import ModelConfig
+from llamajax.config.peft import base_of, is_peft
 from llamajax.config.yaml_text import Node, Place, Problems
 from llamajax.errors import ConfigError, show_path
 
@@ -72,6 +73,8 @@ def _described(weights: Path, run_dir: str | None) -> tuple[Path, dict[str, Any]
         ConfigError: a config.json is damaged, or describes a model that is not supported.
         DiskError: the disk fails, which may pass.
     """
+    if is_peft(weights):  # adapters have the settings of their base
+        weights = Path(os.path.expanduser(base_of(weights)))
     runs = [weights] if run_dir is None else [Path(os.path.expanduser(run_dir)), weights]
     for meta in (step / "meta.json" for run in runs for step in _steps(run)):
         try:

@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = {
 
 def is_peft(directory: Path) -> bool:
     """Whether a directory holds adapters, as PEFT writes them."""
-    return (directory / ADAPTER_CONFIG).is_file()
+    return os.path.isfile(directory / ADAPTER_CONFIG)  # False for a path that may not be read, too
 
 
 def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[str]) -> AdaptersConfig:

@@ -355,7 +355,7 @@ def test_a_step_that_its_run_deletes_meanwhile(tmp_path, capsys, monkeypatch):
         shutil.rmtree(step_dir, ignore_errors=True)
         return blocks.open_array(step_dir, name)
 
-    monkeypatch.setattr("converters.hf_export.open_array", delete_first)
+    monkeypatch.setattr("converters.copying.open_array", delete_first)
     assert "was deleted by its run while it was read" in refuse(capsys, tmp_path, verb="export", code=65)
 
 

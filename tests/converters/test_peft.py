@@ -78,7 +78,9 @@ def test_adapters_of_a_run_are_those_of_peft_alone_and_merged(kind, targets, con
     assert export(tmp_path / "run", tmp_path / "back") == 0
     told = capsys.readouterr().out
     assert "logits of transformers with adapters of peft differ by at most" in told
-    assert_same_bits(*(safetensors.numpy.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("back", "peft")))
+    assert_same_bits(
+        *(safetensors.numpy.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("back", "peft"))
+    )
     loaded = peft.PeftModel.from_pretrained(base(tmp_path / "base"), str(tmp_path / "back"))
     np.testing.assert_allclose(logits_of(loaded, TOKENS), expected, **close)
 
