@@ -89,7 +89,9 @@ def compare_adapters(base_dir: Path, found: Pretrained, dtype: str, peft_dir: Pa
 
 def _missing(package: str) -> str | None:
     """Returns the reason for skipping a comparison that needs a package; None if it is installed."""
-    return None if importlib.util.find_spec(package) else f"skipped: needs {package}, which is not installed"
+    if importlib.util.find_spec(package) is not None:
+        return None
+    return f"skipped: {'transformers needs torch, which' if package == 'torch' else package} is not installed"
 
 
 def _prompts(config: ModelConfig) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:

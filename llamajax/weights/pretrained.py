@@ -92,15 +92,15 @@ class Pretrained:
         own = self.adapters
         if own is None:
             return
-        remedy = "to start from model and adapters in one, export them with --merge"
+        remedy = "or start from an export with --merge, which is a whole model"
         if not adapters.enabled:
-            raise ConfigError(f"adapters: are not set, but {self.source} holds {own.about}; set them, or {remedy}")
+            raise ConfigError(f"adapters: are not set, but {self.source} holds {own.about}; set them, {remedy}")
         pairs: dict[str, tuple[Any, Any]] = {
             key: (getattr(adapters, key), getattr(own, key)) for key in ("kind", "rank", "alpha")
         }
         pairs["targets"] = sorted(adapters.targets), sorted(own.targets)
         lines = [
-            f"adapters.{key}: {here} differs from {self.source}; it must be {theirs}, or {remedy}"
+            f"adapters.{key}: {here} differs from {self.source}; it must be {theirs}, {remedy}"
             for key, (here, theirs) in pairs.items()
             if here != theirs
         ]

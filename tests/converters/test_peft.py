@@ -1,7 +1,6 @@
 """Adapters leave as a PEFT directory or merged into their base, and come back from either, with the same logits."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from llamajax.parallel.zero import trained_only
 from llamajax.weights.loading import load_model
 from llamajax.weights.open_model import open_pretrained
 from llamajax.weights.pretrained import Pretrained
-from tests.adapters import ALL, KINDS, adapted, base, logits_of, peft, transformers, write_adapters, write_base
+from tests.adapters import ALL, KINDS, base, logits_of, peft, write_adapters, write_base
 from tests.converters.models import assert_same_bits, read_weights, tiny
 from tests.tiny import single_device_mesh
 
