@@ -103,7 +103,9 @@ class Config(Settings):
 
     def is_frozen(self, name: str) -> bool:
         """Whether the parameter of this name is not trained."""
-        return self.train.is_frozen(name) or (self.adapters.enabled and "_adapter." not in name)
+        if self.adapters.enabled:
+            return "_adapter." not in name or name.endswith("_adapter.number")
+        return self.train.is_frozen(name)
 
     @property
     def stored_model(self) -> ModelConfig:

@@ -158,38 +158,18 @@ def trained_weights(config: Config, model: ModelConfig) -> dict[str, int]:
     return {name: size for name, size in weights(model).items() if not config.is_frozen(name)}
 
 
-def training_flops_per_token(
-    config: Config, seq_len: int, *, full_attention: bool = False, keys: float | None = None
-) -> int:
-    """Returns `flops_per_token` of the run's model as it is trained: a frozen parameter of a matmul counts four, because it
-    has no gradient, and a parameter of an adapter six."""
-    model = config.model
-    whole = flops_per_token(model, seq_len, full_attention=full_attention, keys=keys)
-    return whole - 6 * num_matmul_params(model) + matmul_flops_per_token(config, model)
-
-
-def matmul_flops_per_token(config: Config, model: ModelConfig) -> int:
-    """Returns the part of `training_flops_per_token` of products with weights, for the run's model or `computed_model`."""
-    trained, sizes = trained_weights(config, model), weights(model)
-    of_matmuls = [name for name in sizes if is_layer_matrix(name) or name == output_weight(model)]
-    without_gradient = sum(sizes[name] for name in of_matmuls if name not in trained)
-    return 6 * (num_matmul_params(model) + adapter_matmul_params(config, model)) - 2 * without_gradient
-
-
-def adapter_matmul_params(config: Config, model: ModelConfig) -> int:
-    """Returns the number of adapter parameters that take part in a matmul."""
-    return sum(size for name, size in adapter_weights(config.adapters, model).items() if name.endswith((".a", ".b")))
-
-
-def output_weight(model: ModelConfig) -> str:
-    """Returns the name of the head's weight."""
-    return "embedding" if model.tie_embeddings else "head"
-
-
 def state_bytes(config: Config) -> int:
-    """Returns the bytes of all weights and moments, wherever they wait; a checkpoint has them all."""
+    """Returns the bytes of a checkpoint: of all weights and moments, wherever they wait, or of adapters alone."""
     whole = dict.fromkeys(AXES, 1)
+    if config.adapters.enabled:
+        own = DTYPE_BYTES[config.model.param_dtype] + _adapter_moment_bytes(config)
+        return own * sum(adapter_weights(config.adapters, config.model).values())
     return sum(_state_bytes(config, whole)) + state_host_bytes(config, whole)
+
+
+def stored_state_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the bytes of a device's weights and moments on the card between steps."""
+    return sum(_state_bytes(config, mesh))
 
 
 def minimum_state_bytes(config: Config) -> int:
@@ -283,8 +263,12 @@ def _adapter_state_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, 
     held = stored_by_stage(config.model, weights(config.model), mesh)
     bits = {name: size * base_bits(config.adapters, is_layer_matrix=is_layer_matrix(name)) for name, size in held.items()}
     frozen = math.ceil(_per_device(bits, _stored_shards(parallel, mesh)) / 8)
-    moments = config.optimizer.moments.of_others * DTYPE_BYTES[config.optimizer.moment_dtype]
-    return frozen + DTYPE_BYTES[config.model.param_dtype] * numbers, moments * numbers
+    return frozen + DTYPE_BYTES[config.model.param_dtype] * numbers, _adapter_moment_bytes(config) * numbers
+
+
+def _adapter_moment_bytes(config: Config) -> int:
+    """Returns the bytes of a parameter's moments."""
+    return config.optimizer.moments.of_others * DTYPE_BYTES[config.optimizer.moment_dtype]
 
 
 def _stored_shards(parallel: ParallelConfig, mesh: Mapping[str, int]) -> int:

@@ -15,18 +15,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, UInt32
 
-from llamajax.config.adapters import AdaptersConfig, Projection
+from llamajax.config.adapters import PROJECTIONS, AdaptersConfig, Projection
 from llamajax.config.layer_weights import LAYER_WEIGHTS
 from llamajax.config.parallel import num_parts
+from llamajax.parallel.arrays import mixed
 from llamajax.parallel.float8 import Factor, Float8, values
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul, tokenwise_matmul
 from llamajax.parallel.quantized import Quantized, dequantize
 from llamajax.parallel.stages import is_staged, merge, split
-from llamajax.parallel.zero import Dims, as_quantized, weight, with_value
+from llamajax.parallel.zero import Dims, as_frozen, as_quantized, weight, with_value
 
 Tree = TypeVar("Tree")
+Seeds = UInt32[Array, "B T"]
+"""A number for every token of a step, from which dropout follows; None where nothing is dropped, as in evaluation."""
 
 
 class Adapter(nnx.Module):
@@ -34,7 +37,8 @@ class Adapter(nnx.Module):
     x W + scale (x a) b.
 
     The factor with D is [D, r] and the one with N is [r, *N], so their product has W's shape: a and b for a column matrix, b
-    and a for a row matrix. `magnitude` (DoRA) has a number for every output: the length of its weights.
+    and a for a row matrix. `magnitude` (DoRA) has a number for every output: the length of its weights. `number`, with
+    dropout, is another one for every layer, and is not trained.
     """
 
     def __init__(
@@ -74,6 +78,9 @@ class Adapter(nnx.Module):
         outputs, lie = ((D,), (None,)) if is_row else (tuple(N), stored)
         is_dora = config.kind == "dora"
         self.magnitude = weight(outputs, dtype, stored=lie, compute=None, init=jnp.ones) if is_dora else None
+        dropping = config.dropout > 0
+        self.number = weight((), jnp.float32, stored=(), compute=None, init=jnp.zeros) if dropping else None
+        self.dropout = config.dropout
         self.scale, self.is_row, self.arrange = config.scale, is_row, None if is_row else arrange
 
     def product(self) -> Float[Array, "D *N"]:
@@ -97,21 +104,26 @@ def columns_of(size: int, count: int) -> list[slice]:
 
 
 def with_columns(
-    y: Float[Array, "B T *N"], x: Float[Array, "B T D"], w: Factor, adapters: Sequence[Adapter | None]
+    y: Float[Array, "B T *N"],
+    x: Float[Array, "B T D"],
+    w: Factor,
+    adapters: Sequence[Adapter | None],
+    seeds: Seeds | None,
 ) -> Float[Array, "B T *N"]:
     """Returns x W with what the adapters of its projections add.
 
     Args:
         y: x W.
-        x: residual stream, or with some of its numbers dropped.
+        x: residual stream.
         w: gathered W.
         adapters: one for each projection that W joins along its last dim but one, see `columns_of`; None for a projection
             without.
+        seeds: see `Seeds`.
     """
     own = [adapter for adapter in adapters if adapter is not None]
     if not own:
         return y
-    down = tokenwise_matmul(x, jnp.concatenate([adapter.a[...] for adapter in own], axis=-1))
+    down = tokenwise_matmul(_dropped(x, own[0], seeds), jnp.concatenate([adapter.a[...] for adapter in own], axis=-1))
     downs, columns = iter(jnp.split(down, len(own), axis=2)), columns_of(y.shape[-2], len(adapters))
     added = [
         jnp.zeros_like(y[..., own_columns, :])
@@ -128,21 +140,47 @@ def with_columns(
 
 
 def with_rows(
-    out: Float[Array, "B T D"], y: Float[Array, "B T *N"], w: Factor, adapter: Adapter | None
+    out: Float[Array, "B T D"], y: Float[Array, "B T *N"], w: Factor, adapter: Adapter | None, seeds: Seeds | None
 ) -> Float[Array, "B T D"]:
     """Returns y W^T with what the adapter adds.
 
     Args:
         out: y W^T.
-        y: input of the product, or with some of its numbers dropped.
+        y: input of the product.
         w: gathered W.
         adapter: the projection's, if it has one.
+        seeds: see `Seeds`.
     """
     if adapter is None:
         return out
+    y = _dropped(y, adapter, seeds)
     down = scattered_matmul(y, adapter.a[...], jax.typeof(out).sharding.spec, "collective")
     out += _amplified(adapter.scale, tokenwise_matmul(down, adapter.b[...], rows=True))
     return out if adapter.magnitude is None else _times(out, _factor(adapter, _plain(w)))
+
+
+def seeds_like(x: Float[Array, "B T D"], seeds: Seeds | None) -> Seeds | None:
+    """Returns the seeds of the tokens of a residual stream where these are."""
+    return None if seeds is None else jax.reshard(seeds, P(*jax.typeof(x).sharding.spec.partitions[:2]))
+
+
+def _dropped(x: Float[Array, "B T *N"], adapter: Adapter, seeds: Seeds | None) -> Float[Array, "B T *N"]:
+    """Returns x with the adapter's share of its numbers set to zero, and the others scaled up. Which ones depends on token,
+    layer and place alone, so the backward pass drops the same, and so does every mesh."""
+    if seeds is None or adapter.number is None:
+        return x
+    lies, number = jax.typeof(x).sharding.spec, adapter.number[...].astype(jnp.uint32)
+    own = jax.reshard(seeds, P(*lies.partitions[:2]))
+    if is_staged(jax.typeof(number).sharding.spec):
+        own = merge(mixed(split(own), number[:, None, None]))
+    else:
+        own = mixed(own, number)
+    place = jnp.uint32(0)
+    for dim, size in enumerate(x.shape[2:], start=2):
+        index = jax.reshard(jnp.arange(size, dtype=jnp.uint32), P(lies[dim]))
+        place = place * jnp.uint32(size) + jnp.expand_dims(index, [other for other in range(x.ndim) if other != dim])
+    bits = mixed(jnp.expand_dims(own, range(2, x.ndim)), place)
+    return jnp.where(bits >= int(adapter.dropout * 2**32), _amplified(1 / (1 - adapter.dropout), x), 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -220,6 +258,10 @@ def attach(part: nnx.Module, matrices: Mapping[str, Sequence[Projection]], adapt
             if name not in adapters:
                 continue
             adapter = jax.tree.map(lambda weight: weight, adapters[name])
+            if adapter.number is not None:
+                numbers = len(PROJECTIONS) * jnp.arange(stored.shape[0], dtype=jnp.float32) + PROJECTIONS.index(name)
+                lies = jax.typeof(adapter.number[...]).sharding.spec
+                adapter.number = as_frozen(with_value(adapter.number, jax.reshard(numbers, lies)))
             if adapter.magnitude is not None:
                 w = stored[...]
                 w = dequantize(w, jnp.float32) if isinstance(w, Quantized) else w

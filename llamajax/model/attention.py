@@ -20,7 +20,7 @@ from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, TensorForm, axes_of, num_parts
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
-from llamajax.model.adapters import Adapter, with_columns, with_rows
+from llamajax.model.adapters import Adapter, Seeds, seeds_like, with_columns, with_rows
 from llamajax.model.layers import RMSNorm, normal, output_first, residual_std, with_bias
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
@@ -40,6 +40,7 @@ class Rows(NamedTuple):
     sin: RopeTable
     mask: Mask
     """Which keys a token sees."""
+    seeds: Seeds | None = None
 
 
 class Attention(nnx.Module):
@@ -119,7 +120,7 @@ class Attention(nnx.Module):
         with jax.named_scope("output_projection"):
             residual, wo = jax.typeof(x).sharding.spec, self.wo[...]
             y = scattered_matmul(out, wo, residual, tensor, frozen=self.wo.frozen)
-            return with_bias(with_rows(y, out, wo, self.o_adapter), self.output_bias), (k, v)
+            return with_bias(with_rows(y, out, wo, self.o_adapter, rows.seeds), self.output_bias), (k, v)
 
     def _project(
         self, x: Float[Array, "B T D"], rows: Rows, tensor: TensorForm, saved_share: float
@@ -127,10 +128,11 @@ class Attention(nnx.Module):
         """Returns queries, keys and values; queries and keys are rotated by their positions."""
         with jax.named_scope("qkv"):
 
-            def project(x: jax.Array, is_saved: bool) -> jax.Array:
+            def project(tokens: tuple[jax.Array, Seeds | None], is_saved: bool) -> jax.Array:
+                x, seeds = tokens
                 wqkv, adapters = self.wqkv[...], (self.q_adapter, self.k_adapter, self.v_adapter)
                 qkv = gathered_matmul(x, wqkv, tensor, frozen=self.wqkv.frozen)
-                qkv = with_columns(qkv, x, wqkv, adapters)
+                qkv = with_columns(qkv, x, wqkv, adapters, seeds)
                 if self.qkv_bias is not None:
                     bias = self.qkv_bias[...]
                     of_stages = is_staged(jax.typeof(bias).sharding.spec)
@@ -138,7 +140,7 @@ class Attention(nnx.Module):
                     qkv = with_bias(qkv, split if of_stages else split[0])
                 return checkpoint_name(qkv, "qkv") if is_saved else qkv
 
-            qkv = by_share(project, x, saved_share)
+            qkv = by_share(project, (x, seeds_like(x, rows.seeds)), saved_share)
             q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -16,7 +16,7 @@ from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import TensorForm
 from llamajax.kernels.swiglu import gated, gated_and_gradient
-from llamajax.model.adapters import Adapter, with_columns, with_rows
+from llamajax.model.adapters import Adapter, Seeds, with_columns, with_rows
 from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul
 from llamajax.parallel.stages import is_staged, merge, split
 from llamajax.parallel.zero import scaled, scaled_late, weight
@@ -121,6 +121,7 @@ class MLP(nnx.Module):
         *,
         gates_in_stack: bool = False,
         is_saved: bool = True,
+        seeds: Seeds | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Returns the addition to the residual stream, in x's dtype; and the auxiliary values.
 
@@ -130,12 +131,13 @@ class MLP(nnx.Module):
             gates_in_stack: whether the backward pass reads `gate_up` from a stack of all layers. XLA's own kernels read it
                 there; another kernel needs a copy.
             is_saved: whether gates and inputs have the checkpoint name `gate_up`.
+            seeds: see `Seeds`.
         """
         residual, w_down = jax.typeof(x).sharding.spec, self.w_down[...]
         with jax.named_scope("gate_up"):
             w_gate_up = self.w_gate_up[...]
             gate_up = gathered_matmul(x, w_gate_up, tensor, frozen=self.w_gate_up.frozen)
-            gate_up = with_columns(gate_up, x, w_gate_up, (self.gate_adapter, self.up_adapter))
+            gate_up = with_columns(gate_up, x, w_gate_up, (self.gate_adapter, self.up_adapter), seeds)
             gate_up = with_bias(gate_up, self.gate_up_bias)
             gate_up = checkpoint_name(gate_up, "gate_up") if is_saved else gate_up
         with jax.named_scope("down_projection"):
@@ -143,7 +145,7 @@ class MLP(nnx.Module):
             if gates_in_stack or self.down_adapter is not None:
                 y = gated(gate_up)
                 out = scattered_matmul(y, w_down, residual, tensor, frozen=frozen)
-                out = with_rows(out, y, w_down, self.down_adapter)
+                out = with_rows(out, y, w_down, self.down_adapter, seeds)
             else:
                 out = scattered_matmul(gate_up, w_down, residual, tensor, made=made, frozen=frozen)
             return with_bias(out, self.down_bias), {}

@@ -18,7 +18,7 @@ from llamajax.config.offload import ON_CARD, OffloadConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
-from llamajax.model.adapters import Adapter, attach
+from llamajax.model.adapters import Adapter, Seeds, attach, seeds_like
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
@@ -94,7 +94,7 @@ class Layer(nnx.Module):
         `gates_in_stack` as for `MLP`."""
         of_attention, of_mlp = self.by_parts()
         x, key_value = _attention_part(of_attention, x, rows, parallel, past)
-        return _mlp_part(of_mlp, x, parallel, gates_in_stack=gates_in_stack), key_value
+        return _mlp_part(of_mlp, x, parallel, rows.seeds, gates_in_stack=gates_in_stack), key_value
 
     @property
     def auxiliary(self) -> Mapping[str, float]:
@@ -133,17 +133,19 @@ def _mlp_part(
     weights: tuple[RMSNorm, MLP],
     x: Activations,
     parallel: ParallelConfig,
+    seeds: Seeds | None,
     *,
     gates_in_stack: bool,
     saved_share: float = 1.0,
 ) -> Activations:
     norm, mlp = weights
 
-    def run(residual: jax.Array, is_saved: bool) -> tuple[jax.Array, Auxiliary]:
-        return mlp(norm(residual), parallel.tensor, gates_in_stack=gates_in_stack, is_saved=is_saved)
+    def run(tokens: tuple[jax.Array, Seeds | None], is_saved: bool) -> tuple[jax.Array, Auxiliary]:
+        residual, seeds = tokens
+        return mlp(norm(residual), parallel.tensor, gates_in_stack=gates_in_stack, is_saved=is_saved, seeds=seeds)
 
     with jax.named_scope("mlp"):
-        return x.plus(*by_share(run, x.residual, saved_share))
+        return x.plus(*by_share(run, (x.residual, seeds_like(x.residual, seeds)), saved_share))
 
 
 def saved_names(remat: Remat, x: Float[Array, "B T D"]) -> tuple[str, ...] | None:
@@ -176,8 +178,8 @@ def stack_forms(
     def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
         return _attention_part(weights, x, rows, parallel, saved_share=share)[0]
 
-    def transform(weights: tuple[RMSNorm, MLP], x: Activations, _: Rows) -> Activations:
-        return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack, saved_share=share)
+    def transform(weights: tuple[RMSNorm, MLP], x: Activations, rows: Rows) -> Activations:
+        return _mlp_part(weights, x, parallel, rows.seeds, gates_in_stack=gates_in_stack, saved_share=share)
 
     return {
         "parts": (attend, transform),
@@ -236,6 +238,7 @@ class Llama(nnx.Module):
         segment_ids: Tokens | None = None,
         positions: Tokens | None = None,
         *,
+        seeds: Seeds | None = None,
         parallel: ParallelConfig = PLAIN,
         remat: Remat = "none",
         offload: OffloadConfig = ON_CARD,
@@ -249,6 +252,7 @@ class Llama(nnx.Module):
             segment_ids: a token sees only tokens with its own id. 0 is padding. None, or `attend_across_documents`: a row is
                 one document.
             positions: positions for the rotary embedding. None: counted from the start of each segment.
+            seeds: see `llamajax.model.adapters.Seeds`.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
             remat: values saved for the backward pass. Never `auto`, which `llamajax.step.resolve` resolves.
             offload: those that wait in host memory, for a stack that prefetches. Never `auto` either.
@@ -259,7 +263,7 @@ class Llama(nnx.Module):
         tables_and_masks = self._tables_and_masks(tokens, *known, sequence=sequence)
         # Compute none of them before this micro-batch's turn.
         tables_and_masks, tokens = jax.lax.optimization_barrier((tables_and_masks, tokens))
-        rows = self._by_layer(*tables_and_masks)
+        rows = self._by_layer(*tables_and_masks, None if seeds is None else laid_out(seeds, sequence))
         x = self._embed(laid_out(tokens, sequence), copies)
 
         prepared, activations = PreparedWeights(self, copies), first_activations(x, self.auxiliary)
@@ -294,11 +298,18 @@ class Llama(nnx.Module):
         return (layers[0] if isinstance(layers, tuple) else layers).auxiliary
 
     def rows(
-        self, tokens: Tokens, segment_ids: Tokens, positions: Tokens, *, sequence: SequenceForm = "gather"
+        self,
+        tokens: Tokens,
+        segment_ids: Tokens,
+        positions: Tokens,
+        seeds: Seeds | None,
+        *,
+        sequence: SequenceForm = "gather",
     ) -> tuple[Rows, ...]:
         """Returns the rows' data for each layer of the repeated round of windows; arguments as for `hidden`."""
         known = (None, None) if self.config.attend_across_documents else (segment_ids, positions)
-        return self._by_layer(*self._tables_and_masks(tokens, *known, sequence=sequence))
+        tables_and_masks = self._tables_and_masks(tokens, *known, sequence=sequence)
+        return self._by_layer(*tables_and_masks, None if seeds is None else laid_out(seeds, sequence))
 
     def prefill(self, tokens: Tokens, lengths: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
         """Reads prompts into the cache, from its first slot on; its previous contents are lost.
@@ -418,6 +429,8 @@ class Llama(nnx.Module):
         see = partial(with_sight, q=q, kernel=config.attention_kernel, sequence=sequence)
         return cos, sin, {window or 0: see(Mask(window=window, segment_ids=ids)) for window in config.windows}
 
-    def _by_layer(self, cos: RopeTable, sin: RopeTable, masks: dict[int, Mask]) -> tuple[Rows, ...]:
+    def _by_layer(
+        self, cos: RopeTable, sin: RopeTable, masks: dict[int, Mask], seeds: Seeds | None = None
+    ) -> tuple[Rows, ...]:
         """Returns the rows' data for each layer of the repeated round of windows."""
-        return tuple(Rows(cos, sin, masks[window or 0]) for window in self.config.windows)
+        return tuple(Rows(cos, sin, masks[window or 0], seeds) for window in self.config.windows)

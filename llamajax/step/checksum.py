@@ -16,7 +16,7 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, Shaped, UInt32
 
-from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.arrays import mixed, named_arrays
 from llamajax.parallel.host_memory import total
 from llamajax.parallel.sharding import axes_in
 
@@ -81,7 +81,7 @@ def _sums(arrays: Sequence[jax.Array]) -> UInt32[Array, "arrays"]:
             lies = P(jax.typeof(x).sharding.spec[dim])
             index = jax.reshard(jnp.arange(size, dtype=jnp.uint32), lies)
             place = place * jnp.uint32(size) + jnp.expand_dims(index, [other for other in range(x.ndim) if other != dim])
-        return jnp.sum(_mixed(_words(x), place), dtype=jnp.uint32)
+        return jnp.sum(mixed(_words(x), place), dtype=jnp.uint32)
 
     return jnp.stack([of_whole(x) for x in arrays])
 
@@ -115,7 +115,7 @@ def _checksum(x: Shaped[Array, "..."], first: jax.Array | int) -> UInt32[Array, 
     """
     words = _words(x).reshape(-1)
     place = jnp.uint32(first) + jax.lax.iota(jnp.uint32, words.size)
-    return jnp.sum(_mixed(words, place), dtype=jnp.uint32)
+    return jnp.sum(mixed(words, place), dtype=jnp.uint32)
 
 
 def _words(x: Shaped[Array, "*dims"]) -> UInt32[Array, "*dims"]:
@@ -123,12 +123,3 @@ def _words(x: Shaped[Array, "*dims"]) -> UInt32[Array, "*dims"]:
     assert x.dtype.itemsize <= 4
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     return (x if x.dtype == jnp.bool else jax.lax.bitcast_convert_type(x, unsigned)).astype(jnp.uint32)
-
-
-def _mixed(words: UInt32[Array, "*dims"], place: UInt32[Array, "*dims"]) -> UInt32[Array, "*dims"]:
-    # Positions an odd number apart, then the last steps of MurmurHash3, which spread every bit (Appleby, 2011, public
-    # domain).
-    mixed = words ^ (place * jnp.uint32(0x9E3779B1))
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-    return mixed ^ (mixed >> 16)

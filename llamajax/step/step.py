@@ -17,7 +17,7 @@ from llamajax.parallel.host_memory import added, cast, is_on_host, total
 from llamajax.parallel.stages import num_stages
 from llamajax.parallel.zero import PreparedWeights, as_frozen, no_gradient, whole_over_data
 from llamajax.step import host_state, pipeline
-from llamajax.step.batch import IGNORE, Batch
+from llamajax.step.batch import IGNORE, Batch, token_seeds
 from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
@@ -141,6 +141,8 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
         The next state, and scalars: the metrics of `summed_gradients`, `grad_norm` (before clipping), `learning_rate`,
             `skipped_steps`, `skipped_in_a_row`.
     """
+    if run.config.adapters.enabled and run.config.adapters.dropout:
+        batch |= {"seeds": token_seeds(run.config.seed, state.step, batch["tokens"])}
     metrics, sums = summed_gradients(run, state.weights, batch)
     count = jnp.maximum(metrics["tokens"], 1)
     state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], divisor=count)

@@ -18,7 +18,8 @@ import numpy as np
 
 import llamajax
 from llamajax.config.run import Config
-from llamajax.estimates.formulas import num_params, training_flops_per_token
+from llamajax.estimates.formulas import num_params
+from llamajax.estimates.training_flops import training_flops_per_token
 from llamajax.processes import peers
 from llamajax.watch import console, run_log, startup_time
 from llamajax.watch.hosts import Hosts

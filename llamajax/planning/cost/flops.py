@@ -6,18 +6,16 @@ from llamajax.config.model import SAVED_BY_REMAT
 from llamajax.config.offload import BY_TOKEN
 from llamajax.config.parallel import num_parts
 from llamajax.estimates.formulas import (
-    adapter_matmul_params,
     computed_model,
     flops_per_token,
     keeps_two_residuals,
     layer_matrices,
-    matmul_flops_per_token,
     num_matmul_params,
-    output_weight,
     saved_token_share,
     trained_weights,
 )
 from llamajax.estimates.pipeline import StageWork, share_of_head
+from llamajax.estimates.training_flops import adapter_matmul_params, matmul_flops_per_token, output_weight
 from llamajax.planning.cost.attention import computed_scores, planned_kernel
 from llamajax.step.resolve import ResolvedRun
 

@@ -85,11 +85,11 @@ from llamajax.estimates.formulas import (
     minimum_state_bytes,
     num_params,
     state_bytes,
-    training_flops_per_token,
 )
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.estimates.machine import planned_machine
 from llamajax.estimates.pipeline import StageWork
+from llamajax.estimates.training_flops import training_flops_per_token
 from llamajax.planning.cost.accuracy import accuracy
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.cost.kernels import compiled_attention
