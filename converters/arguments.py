@@ -28,8 +28,8 @@ def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ),
         "export": (
             "RUN_OR_CHECKPOINT",
-            "run directory (exports its newest good step), or RUN/checkpoints/STEP",
-            "a Hugging Face directory, for transformers",
+            "run directory (exports its newest good step), or RUN/checkpoints/STEP; with --merge also a PEFT directory",
+            "a Hugging Face directory, for transformers; of a run with adapters, a PEFT directory",
         ),
     }
     dtypes = {"import": ("float32", "bfloat16"), "export": ("float32", "bfloat16", "float16")}
@@ -44,10 +44,14 @@ def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             help="compare the logits of both models, which needs the whole model in memory (default: below 2 billion"
             " parameters); an export also compares token ids, unless --no-verify is given",
         )
-        command.set_defaults(license=None)
+        command.set_defaults(license=None, merge=False, base=None)
         if name == "export":
             license_help = "licence identifier for the model card, such as apache-2.0 (default: the imported model's)"
             command.add_argument("--license", type=_license, help=license_help)
+            merge_help = "merge adapters into their base and write a whole model"
+            command.add_argument("--merge", action="store_true", help=merge_help)
+            base_help = "name on the Hugging Face Hub, or directory, that exported adapters name as their base (default: the"
+            command.add_argument("--base", metavar="BASE", help=f"{base_help} one that the run started from)")
     return parser.parse_args(argv)
 
 

@@ -7,22 +7,33 @@ from pathlib import Path
 
 import jax
 
-from converters.hf_export import Export, ExportDType, read_checkpoint
-from converters.hf_import import open_import
+from converters.hf_export import Export, read_model
+from converters.hf_import import Import, open_import
+from converters.peft_export import PeftExport, read_adapters
+from llamajax.config.hub import is_on_hub
 from llamajax.config.parallel import MeshConfig
 from llamajax.disk import made_whole
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import num_params
 from llamajax.parallel.mesh import make_mesh
 from llamajax.processes.exit import exit_code
-from llamajax.weights.open_model import local_directory
+from llamajax.weights.open_model import local_directory, open_pretrained
+from llamajax.weights.pretrained import ExportDType
 
 VERIFY_BELOW = 2_000_000_000
 """Number of parameters. Larger models are compared only on request: the comparison holds both models in memory, in fp32."""
 
 
 def convert(
-    command: str, source: str, out: Path, *, dtype: ExportDType | None, verify: bool | None, license: str | None
+    command: str,
+    source: str,
+    out: Path,
+    *,
+    dtype: ExportDType | None,
+    verify: bool | None,
+    license: str | None,
+    merge: bool,
+    base: str | None,
 ) -> None:
     """Runs one conversion; `out` appears complete once everything is written and verified, or not at all.
 
@@ -33,6 +44,8 @@ def convert(
         dtype: dtype of the weights in `out`, not float16 for an import; None: as in `source`.
         verify: compare logits, and for an export also token ids; None: compare logits below two billion parameters.
         license: licence of the exported model, for its card; None: the licence of the model it was imported from.
+        merge: export adapters merged into their base.
+        base: name or directory of the base of exported adapters; None: their own.
 
     Raises:
         UserError: one of `llamajax.errors`.
@@ -46,24 +59,41 @@ def convert(
             assert dtype != "float16"
             plan = open_import(local_directory(source), dtype)
         else:
-            plan = read_checkpoint(source, dtype, license)
+            plan = open_export(source, dtype, license, merge=merge, base=base)
         print(plan.about, flush=True)
         with made_whole(out) as unfinished:
             nbytes = plan.write(unfinished)
             seconds = time.monotonic() - started
             speed = f"{nbytes / 1e6:,.0f} MB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s"
             print(f"wrote      {speed}, checked and synced to disk", flush=True)
-            if verify is not False and isinstance(plan, Export) and plan.has_tokenizer:
+            if verify is not False and not isinstance(plan, Import) and plan.files.has_tokenizer:
                 print(f"verify     {plan.verify_ids(unfinished)}", flush=True)
             if verify or (verify is None and num_params(plan.config) < VERIFY_BELOW):
                 print(f"verify     {plan.verify(unfinished)}", flush=True)
     print(f"done       {out}")
 
 
+def open_export(
+    source: str, dtype: ExportDType | None, license: str | None, *, merge: bool, base: str | None
+) -> Export | PeftExport:
+    """Finds what `source` holds: a model, or adapters to export alone or merged; see `convert`."""
+    if is_on_hub(source):
+        raise ConfigError(f"{source}: is in the form of Hugging Face already; give a run or RUN/checkpoints/STEP")
+    found = open_pretrained(source)
+    if merge and found.adapters is None:
+        raise ConfigError(f"--merge: {found.source} holds a whole model, and no adapters; leave it out")
+    if base is not None and (merge or found.adapters is None):
+        raise ConfigError("--base: only adapters that are exported alone name their base; leave it out")
+    if merge or found.adapters is None:
+        return read_model(found, dtype, license)
+    return read_adapters(found, dtype, license, base)
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Runs the conversion and returns the exit code."""
     source, out = arguments.source, Path(os.path.expanduser(arguments.out))
     options = {"dtype": arguments.dtype, "verify": arguments.verify, "license": arguments.license}
+    options |= {"merge": arguments.merge, "base": arguments.base}
     return exit_code(
         lambda: convert(arguments.command, source, out, **options),
         memory_remedy="--no-verify",

@@ -1,6 +1,7 @@
 """Model card of an exported model. It states known facts and nothing else."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from llamajax.errors import UserError
 from llamajax.estimates.formulas import num_params
 from llamajax.watch.console import say
 from llamajax.watch.run_log import METRICS_FILE, read_run
+from llamajax.weights import names
 from llamajax.weights.pretrained import Pretrained
 
 
@@ -22,17 +24,39 @@ def model_card(found: Pretrained, architecture: Architecture, dtype: str, licens
         dtype: dtype of the written weights.
         license: licence identifier; None: that of the model it started from, or `other` if a licence file exists.
     """
-    hf = found.hf or {}
-    license = license or hf.get("license")
-    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
-    if license is not None:
-        lines.append(f"license: {license}")
-    elif (file := next((file for file in sorted(found.files.glob("LICENSE*")) if file.is_file()), None)) is not None:
-        lines += ["license: other", f"license_link: {file.name}"]
-    if hf.get("source"):
-        lines.append(f"base_model: {json.dumps(hf['source'])}")
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", *_license(found, license)]
+    if source := (found.hf or {}).get("source"):
+        lines.append(f"base_model: {json.dumps(source)}")
     lines += ["tags:", f"- {architecture.model_type}", "- llamajax"]
-    return "\n".join(["---", *lines, "---", "", _model(found.config, architecture, dtype), "", _training(found), ""])
+    texts = [_model(found.config, architecture, dtype)]
+    if found.adapters is not None and found.base is not None:
+        base = (found.hf or {}).get("source") or found.base.source.name
+        texts.append(f"Its weights are those of {base} with adapters merged into them: {found.adapters.about}.")
+    texts += [_training(found)] if found.meta else []
+    return _card(lines, texts)
+
+
+def adapters_card(found: Pretrained, base: str, dtype: str, license: str | None) -> str:
+    """Returns README.md of a PEFT directory; arguments as for `model_card`, and `base` is the name of the base."""
+    assert found.adapters is not None
+    lines = ["library_name: peft", "pipeline_tag: text-generation", *_license(found, license)]
+    lines += [f"base_model: {json.dumps(base)}", "tags:", f"- {json.dumps(f'base_model:adapter:{base}')}"]
+    lines += ["- lora", "- llamajax"]
+    numbers = sum(math.prod(shape) for shape in names.hf_shapes(found.config, found.adapters).values())
+    text = f"Adapters of {numbers:,} parameters in {dtype} for {base}: {found.adapters.about}."
+    return _card(lines, [text, _training(found)])
+
+
+def _card(lines: list[str], texts: list[str]) -> str:
+    return "\n".join(["---", *lines, "---", "", "\n\n".join(texts), ""])
+
+
+def _license(found: Pretrained, license: str | None) -> list[str]:
+    """Returns the lines about the licence."""
+    if (license := license or (found.hf or {}).get("license")) is not None:
+        return [f"license: {license}"]
+    file = next((file for file in sorted(found.files.glob("LICENSE*")) if file.is_file()), None)
+    return [] if file is None else ["license: other", f"license_link: {file.name}"]
 
 
 def _model(config: ModelConfig, architecture: Architecture, dtype: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from llamajax.model import Llama
 from llamajax.model.rope import inverse_frequencies, score_factor
 from llamajax.weights.float8 import quantization_of, with_scales
 from llamajax.weights.hf_files import open_model
+from llamajax.weights.loading import load_model
+from llamajax.weights.open_model import open_directory
+from llamajax.weights.pretrained import Pretrained
 
 _ALLOWED = 16
 """Allowed difference of logits, as a multiple of the change from nudging every weight by its last fp32 bit (root mean
@@ -45,16 +49,68 @@ def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, 
         CheckpointError: frequencies or logits differ by more than rounding, or weights are not finite.
         ConfigError: transformers cannot read the directory.
     """
-    if importlib.util.find_spec("torch") is None:
-        return "skipped: transformers needs torch, which is not installed"
+    if (missing := _missing("torch")) is not None:
+        return missing
+    return _compare(hf_dir, _stored_model(run_dir, step, config), dtype)
+
+
+def compare_merged(hf_dir: Path, found: Pretrained, dtype: str) -> str:
+    """Compares logits of adapters with those of a directory into which they are merged; see `compare_logits`.
+
+    In `dtype` float32, merging changes logits by no more than their rounding. Other types are rounded after merging: then
+    transformers is compared with our reading of the directory, and the change is reported.
+    """
+    if (missing := _missing("torch")) is not None:
+        return missing
+    adapted = _opened_model(found)
+    if dtype == "float32":
+        return _compare(hf_dir, adapted, dtype)
+    written = _opened_model(open_directory(hf_dir))
+    tokens, positions = _prompts(written.config)
+    before, after = (np.asarray(_logits(model, tokens, positions, 0.0, dtype="float32")) for model in (adapted, written))
+    change = f"; merging in {dtype} changed them by at most {np.max(np.abs(before - after)):.1e}"
+    return _compare(hf_dir, written, dtype) + change
+
+
+def compare_adapters(base_dir: Path, found: Pretrained, dtype: str, peft_dir: Path) -> str:
+    """Compares logits of adapters beside their base with those of peft; see `compare_logits`.
+
+    Args:
+        base_dir: Hugging Face directory of the base.
+        found: the adapters.
+        dtype: type to which both sides round weights.
+        peft_dir: PEFT directory with the same adapters.
+    """
+    for name in ("torch", "peft"):
+        if (missing := _missing(name)) is not None:
+            return missing
+    return _compare(base_dir, _opened_model(found), dtype, peft_dir)
+
+
+def _missing(package: str) -> str | None:
+    """Returns the reason for skipping a comparison that needs a package; None if it is installed."""
+    if importlib.util.find_spec(package) is not None:
+        return None
+    return f"skipped: {'transformers needs torch, which' if package == 'torch' else package} is not installed"
+
+
+def _prompts(config: ModelConfig) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
+    """Returns tokens and their positions."""
     rng = np.random.default_rng(0)
     T, near = min(32, config.max_seq_len), min(_NEAR, config.max_seq_len)
     tokens = rng.integers(0, config.vocab_size, (2, T), dtype=np.int32)
     apart = np.sort(rng.choice(near, T, replace=False))
-    positions = np.stack([np.arange(T), apart]).astype(np.int32)
-    ours, nudged = _our_logits(run_dir, step, config, dtype, tokens, positions)
+    return tokens, np.stack([np.arange(T), apart]).astype(np.int32)
+
+
+def _compare(hf_dir: Path, ours_of: Llama, dtype: str, peft_dir: Path | None = None) -> str:
+    tokens, positions = _prompts(ours_of.config)
+    # The second ones are after moving every weight up or down by about its last fp32 bit.
+    ours, nudged = (np.asarray(_logits(ours_of, tokens, positions, by, dtype=dtype)) for by in (0.0, 2.0**-23))
     model, of_what = _hf_model(hf_dir, dtype)
-    _compare_frequencies(hf_dir, config, model)
+    _compare_frequencies(hf_dir, ours_of.config, model)
+    if peft_dir is not None:
+        model, of_what = _peft_model(model, peft_dir), " with adapters of peft"
     theirs = _hf_logits(model, tokens, positions)
     if not np.isfinite(theirs).all() and not np.isfinite(ours).all():
         raise CheckpointError(
@@ -91,21 +147,16 @@ def _not_finite(hf_dir: Path) -> str:
     return "logits are not finite, though all weights are"
 
 
-def _our_logits(
-    run_dir: Path,
-    step: int,
-    config: ModelConfig,
-    dtype: str,
-    tokens: Int32[np.ndarray, "B T"],
-    positions: Int32[np.ndarray, "B T"],
-) -> tuple[Float32[np.ndarray, "B T V"], Float32[np.ndarray, "B T V"]]:
-    """Returns the logits, and the logits after moving every weight up or down by about its last fp32 bit."""
+def _stored_model(run_dir: Path, step: int, config: ModelConfig) -> Llama:
+    """Returns the model of a checkpoint, to compute in fp32."""
     config = dataclasses.replace(config, compute_dtype="float32", remat="none")
     abstract = jax.eval_shape(lambda key: Llama(config, key), jax.random.key(0))
-    model = restore(run_dir, {"model": abstract}, step, partial=True).state["model"]
+    return restore(run_dir, {"model": abstract}, step, partial=True).state["model"]
 
-    whole, moved = (_logits(model, tokens, positions, by, dtype=dtype) for by in (0.0, 2.0**-23))
-    return np.asarray(whole), np.asarray(moved)
+
+def _opened_model(found: Pretrained) -> Llama:
+    """Returns the model, with adapters if it has some, in fp32."""
+    return load_model(found, dataclasses.replace(found.config, param_dtype="float32", compute_dtype="float32", remat="none"))
 
 
 @partial(jax.jit, static_argnames="dtype")
@@ -154,6 +205,15 @@ def _hf_model(hf_dir: Path, dtype: str) -> tuple[Any, str]:
     assert set(missing) | set(unexpected) <= {"lm_head.weight"}, "all names were checked before"
     model.tie_weights()
     return model.eval(), " (with float8 weights that llamajax dequantized)"
+
+
+def _peft_model(base: Any, peft_dir: Path) -> Any:
+    """Returns transformers' model with the adapters in a PEFT directory."""
+    import peft  # an optional dependency
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in a way that will be removed
+        return peft.PeftModel.from_pretrained(base, str(peft_dir)).float().eval()
 
 
 def _hf_logits(

@@ -68,11 +68,16 @@ class AdaptersConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
     @property
+    def about(self) -> str:
+        """The adapters, apart from the weights beside them, in a few words."""
+        name = {"none": "none", "lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}[self.kind]
+        return f"{name} of rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
+
+    @property
     def described(self) -> str:
         """The adapters in a few words."""
-        name = {"none": "none", "lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}[self.kind]
         base = f"{self.base} with scales in eight bits" if self.is_quantized and self.double_quantization else self.base
-        return f"{name} of rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}; frozen layers in {base}"
+        return f"{self.about}; frozen layers in {base}"
 
     def broken_rules(self) -> Iterator[str]:
         if not self.targets:

@@ -13,6 +13,7 @@ from llamajax.config.hf_config import CONFIG, read_hf_config
 from llamajax.config.hub import find_config, hub_model, is_on_hub, is_pin_of
 from llamajax.config.json_file import read_json
 from llamajax.config.model import ModelConfig
+from llamajax.config.peft import base_of, is_peft
 from llamajax.config.yaml_text import Node, Place, Problems
 from llamajax.errors import ConfigError, DiskError, show_path
 
@@ -87,6 +88,8 @@ def _described(weights: Path) -> tuple[Path, dict[str, Any]]:
         ConfigError: a config.json is damaged, or describes a model that is not supported.
         DiskError: the disk fails, which may pass.
     """
+    if is_peft(weights):  # adapters have the settings of their base
+        weights = Path(os.path.expanduser(base_of(weights)))
     if (found := _of_checkpoints(weights)) is not None:
         return found[0], found[1]["model"]
     path = weights / CONFIG

@@ -417,10 +417,15 @@ class Llama(nnx.Module):
         return self.embedding if self.head is None else self.head
 
     @staticmethod
-    def shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes(config: ModelConfig, adapters: AdaptersConfig | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shape and dtype of every array, by its path in the model; needs no mesh, and touches no device."""
+
+        def make() -> Llama:
+            model = Llama(config, jax.random.key(0))
+            return model if adapters is None else model.with_adapters(adapters, config.param_dtype, jax.random.key(0))
+
         with jax.set_mesh(None), jax.sharding.use_abstract_mesh(ONE_DEVICE):
-            model = jax.eval_shape(lambda: Llama(config, jax.random.key(0)))
+            model = jax.eval_shape(make)
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_arrays(model).items()}
 
     def _embed(self, tokens: Tokens, copies: "Llama | None" = None) -> Float[Array, "B T D"]:

@@ -91,6 +91,12 @@ def with_base(config: Config, state: TrainState, base: Llama) -> TrainState:
     return dataclasses.replace(state, model=combine(state.model, init_state(config, base).model))
 
 
+def with_adapters(state: TrainState, adapters: Llama) -> TrainState:
+    """Returns the state before the first step with these adapters, a model with None for other weights, in place of its
+    own."""
+    return dataclasses.replace(state, model=combine(adapters, state.model))
+
+
 def _copies(config: Config, model: Llama) -> Llama | None:
     if not config.offload.state_share:
         return None

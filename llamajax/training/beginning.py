@@ -16,15 +16,16 @@ from llamajax.data.rows.position import PassedOver
 from llamajax.data.tokens.tokenize_run import look_at_data
 from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import concretise
+from llamajax.parallel.zero import trained_only
 from llamajax.processes.peers import of_first
 from llamajax.step.checksum import fingerprint
 from llamajax.step.frozen import partition
-from llamajax.step.state import TrainState, abstract_model, init_state, with_base, with_copies
+from llamajax.step.state import TrainState, abstract_model, init_state, with_adapters, with_base, with_copies
 from llamajax.training.loop import Start
 from llamajax.training.resume import check_settings
 from llamajax.training.rollback import agreed, read_passed_over
 from llamajax.watch import console
-from llamajax.weights.loading import load_model
+from llamajax.weights.loading import load_adapters, load_model
 from llamajax.weights.open_model import open_pretrained
 from llamajax.weights.origin import Origin, take_along
 from llamajax.weights.pretrained import Pretrained
@@ -58,9 +59,13 @@ class Beginning:
         assert restored is not None or config.init_from is None or self.pretrained, (
             "a resumed run has a checkpoint to go back to"
         )
-        given = None if self.pretrained is None else load_model(self.pretrained, config.stored_model, abstract_model(config))
+        found, given = self.pretrained, None
+        if found is not None:
+            given = load_model(found.base or found, config.stored_model, abstract_model(config))
         if restored is None:
             state, step, losses = init_state(config, given), 0, ()
+            if found is not None and found.adapters is not None:
+                state = with_adapters(state, load_adapters(found, trained_only(state.model)))
         else:
             state = restored.state if given is None else with_base(config, restored.state, given)
             state, step = with_copies(config, state), restored.step
@@ -105,6 +110,7 @@ def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
         return None
     pretrained = open_pretrained(config.init_from)
     pretrained.check(config.stored_model, config.init_changes)
+    pretrained.check_adapters(config.adapters)
     return pretrained
 
 

@@ -30,8 +30,14 @@ PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 def source_name(directory: Path) -> str:
     """Returns the model's name: OWNER/NAME in the cache of Hugging Face downloads, otherwise the name of the directory."""
+    on_hub = hub_name(directory)
+    return directory.absolute().name if on_hub is None else on_hub[0]
+
+
+def hub_name(directory: Path) -> tuple[str, str] | None:
+    """Returns OWNER/NAME and the commit of a model in the cache of Hugging Face downloads; None elsewhere."""
     cached = re.fullmatch("models--(.+?)--(.+)", directory.absolute().parent.parent.name)
-    return f"{cached[1]}/{cached[2]}" if cached else directory.absolute().name
+    return (f"{cached[1]}/{cached[2]}", directory.absolute().name) if cached else None
 
 
 def shown_directory(directory: Path) -> str:
@@ -95,7 +101,7 @@ def open_model(directory: Path) -> dict[str, Stored]:
     weight_map = _read_index(directory)
     tensors: dict[str, Stored] = {}
     for file in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
-        for name, stored in _read_header(directory / file).items():
+        for name, stored in read_header(directory / file).items():
             if name in tensors:
                 raise ConfigError(f"{stored.file}: {show(name)} is also in {tensors[name].file.name}; remove one of them")
             if weight_map is not None and weight_map.get(name) != file:
@@ -143,7 +149,12 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
+    """Returns every tensor of a safetensors file.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
     if path.exists() and not path.is_file():  # reading a pipe may never end
         raise ConfigError(f"{path}: is not a regular file; download the file")
     try:

@@ -18,6 +18,7 @@ from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise, named_arrays
 from llamajax.parallel.host_memory import DEVICE, KIND, moved, total
 from llamajax.parallel.quantized import Quantized, quantize
+from llamajax.parallel.zero import as_frozen, trained_only
 from llamajax.weights import names
 from llamajax.weights.pretrained import Pretrained
 from llamajax.weights.safetensors import Stored
@@ -26,7 +27,8 @@ Index = tuple[slice, ...]
 
 
 def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | None = None) -> Llama:
-    """Returns the model on the current mesh, in `config.param_dtype`. Processes call this together.
+    """Returns the model on the current mesh, in `config.param_dtype`, and with its adapters, if it has some, in float32.
+    Processes call this together.
 
     Besides arrays that wait in its memory, the host holds at most the part of one layer's largest array, or of a vocabulary
     table, that this process's devices need.
@@ -34,13 +36,16 @@ def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | No
     Args:
         pretrained: the location of the weights.
         config: configuration of the model; settings that do not shape weights may differ, see `Pretrained.check`.
-        abstract: its weights as `jax.ShapeDtypeStruct`, with the memory of each; None: all of them on the devices.
+        abstract: its weights, without adapters, as `jax.ShapeDtypeStruct`, with the memory of each; None: all of them on the
+            devices.
 
     Raises:
         CheckpointError: the checkpoint was deleted meanwhile, holds another version of the model, or has a weight that is
             not finite.
     """
     abstract = concretise(_abstract_model(config)) if abstract is None else abstract
+    if pretrained.base is not None:
+        return _with_adapters(pretrained, load_model(pretrained.base, config, abstract))
     weights, tree = jax.tree.flatten(abstract, is_leaf=_is_quantized)
     arrays = dict(zip(named_arrays({"model": abstract}, _is_quantized), weights, strict=True))
     if pretrained.tensors is not None:
@@ -49,7 +54,39 @@ def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | No
         as_stored = concretise(_abstract_model(dataclasses.replace(config, param_dtype=pretrained.config.param_dtype)))
         leaves = read_weights(pretrained.source, _in_memory_of(weights, as_stored), config.param_dtype)
         leaves = [_quantized_by_layer(own, like) for own, like in zip(leaves, weights, strict=True)]
-    model = jax.tree.unflatten(tree, leaves)
+    return _checked(pretrained, jax.tree.unflatten(tree, leaves))
+
+
+def load_adapters(pretrained: Pretrained, like: Llama) -> Llama:
+    """Returns the adapters of a model on the current mesh, with None for other weights. Processes call this together.
+
+    Args:
+        pretrained: the location of the adapters.
+        like: arrays or `jax.ShapeDtypeStruct` with the types and shardings of the adapters, and None for other weights.
+
+    Raises:
+        CheckpointError: see `load_model`.
+    """
+    arrays = named_arrays({"model": concretise(like)})
+    if pretrained.tensors is not None:
+        leaves = [read_array(name, leaf, pretrained.tensors) for name, leaf in arrays.items()]
+    else:
+        stored = jnp.dtype(pretrained.config.param_dtype)
+        as_stored = jax.tree.map(lambda leaf: leaf.update(dtype=stored), concretise(like))
+        leaves = read_weights(pretrained.source, as_stored, next(iter(arrays.values())).dtype)
+    return _checked(pretrained, jax.tree.unflatten(jax.tree.structure(like), leaves))
+
+
+def _with_adapters(pretrained: Pretrained, base: Llama) -> Llama:
+    """Returns the base, frozen, with the adapters that belong to it."""
+    key = jax.random.key(0)  # of values that are not drawn
+    adapted = jax.eval_shape(lambda base: as_frozen(base).with_adapters(pretrained.adapters, "float32", key), base)
+    arrays = named_arrays(base) | named_arrays(load_adapters(pretrained, trained_only(adapted)))
+    return jax.tree.unflatten(jax.tree.structure(adapted), [arrays[name] for name in named_arrays(adapted)])
+
+
+def _checked(pretrained: Pretrained, model: Llama) -> Llama:
+    """Raises `CheckpointError` if a weight is not finite; returns the weights."""
     finite = named_arrays({"model": _are_finite(model)})
     if bad := [name for name, is_finite in finite.items() if not is_finite]:
         raise CheckpointError(f"{pretrained.source}: {', '.join(bad)} holds values that are not finite; use earlier weights")

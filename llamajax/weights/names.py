@@ -2,18 +2,19 @@
 
 Our arrays stack all layers along a leading dimension L and fuse projections that are multiplied together. Hugging Face has
 one tensor per layer and projection, [out, in] as torch stores a linear layer. Both pair head dimension i with i + H/2 for
-rotary positions, so nothing is permuted.
+rotary positions, so nothing is permuted. Adapters have the names that PEFT gives them.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from llamajax.config.adapters import PROJECTIONS, AdaptersConfig, Projection
 from llamajax.config.architectures import architecture_of
 from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError, show
@@ -48,9 +49,22 @@ class Tensor:
 
 _LAYER, _OURS = "model.layers.{layer}", "model.layers"
 _ALL = slice(None)
+OF_PEFT = "base_model.model."
+"""Prefix that PEFT puts before the names of a model's modules."""
 
 _SLAB_BYTES = 2 << 20
 """Bytes read at a time: small enough to stay in the processor's cache until transposed."""
+
+
+def _of_adapter(projection: Projection) -> Iterator[Tensor]:
+    """Yields the tensors of a projection's adapter; see `llamajax.model.adapters.Adapter` for the shapes of ours."""
+    part, hf_part = ("attention", "self_attn") if projection in ("q", "k", "v", "o") else ("mlp", "mlp")
+    ours, theirs = f"{_OURS}.{part}.{projection}_adapter", f"{OF_PEFT}{_LAYER}.{hf_part}.{projection}_proj"
+    in_dims = None if projection in ("o", "down") else 1  # both factors of a row matrix are stored as torch does
+    yield Tensor(f"{theirs}.lora_A.weight", f"{ours}.a", in_dims=in_dims)
+    yield Tensor(f"{theirs}.lora_B.weight", f"{ours}.b", in_dims=in_dims)
+    yield Tensor(f"{theirs}.lora_magnitude_vector", f"{ours}.magnitude", in_dims=0)
+
 
 TENSORS = (
     Tensor("model.embed_tokens.weight", "model.embedding"),
@@ -74,14 +88,27 @@ TENSORS = (
     Tensor(f"{_LAYER}.mlp.down_proj.bias", f"{_OURS}.mlp.down_bias"),
     Tensor("model.norm.weight", "model.final_norm.scale"),
     Tensor("lm_head.weight", "model.head"),
+    *itertools.chain.from_iterable(map(_of_adapter, PROJECTIONS)),
 )
-"""All tensors, in the order of a forward pass. A model omits those it does not have: biases, q/k norms, a tied head."""
+"""All tensors, in the order of a forward pass; then those of adapters. A model omits those it does not have: biases, q/k
+norms, a tied head."""
 
 
 @functools.cache
 def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every array of the model, by its name in a checkpoint."""
+    """Returns the shape of every array of the model, without adapters, by its name in a checkpoint."""
     return {f"model.{name}": leaf.shape for name, leaf in Llama.shapes(config).items()}
+
+
+@functools.cache
+def adapter_shapes(config: ModelConfig, adapters: AdaptersConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every array of the model's adapters, by its name in a checkpoint."""
+    return {f"model.{name}": leaf.shape for name, leaf in Llama.shapes(config, adapters).items() if is_adapter(name)}
+
+
+def is_adapter(array: str) -> bool:
+    """Returns whether one of our arrays belongs to an adapter."""
+    return "_adapter." in array
 
 
 def is_stacked(array: str) -> bool:
@@ -99,9 +126,14 @@ def rows_dim(array: str) -> int:
     return tensors_of(array)[0].rows_dim + is_stacked(array)
 
 
-def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every Hugging Face tensor by name, in the order of `TENSORS`, layer by layer."""
-    ours = our_shapes(config)
+def hf_shapes(config: ModelConfig, adapters: AdaptersConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every Hugging Face tensor by name, in the order of `TENSORS`, layer by layer.
+
+    Args:
+        config: the model.
+        adapters: adapters, for their tensors in place of the model's.
+    """
+    ours = our_shapes(config) if adapters is None else adapter_shapes(config, adapters)
     shapes = {}
     for of_layer, some in itertools.groupby((t for t in TENSORS if t.array in ours), key=lambda t: is_stacked(t.array)):
         of_one = {}

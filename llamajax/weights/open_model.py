@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,11 +14,13 @@ from llamajax.config.hf_config import CONFIG, SPECIAL_TOKENS, is_hf_model, read_
 from llamajax.config.hub import is_on_hub
 from llamajax.config.json_file import read_json
 from llamajax.config.model import DType, ModelConfig
+from llamajax.config.peft import base_of, is_peft
 from llamajax.data.tokenizers.tokenizer import find_tokenizer
 from llamajax.errors import CheckpointError, ConfigError, show
 from llamajax.estimates.formulas import num_params
 from llamajax.weights import hf_files, names
 from llamajax.weights.float8 import quantization_of, with_scales
+from llamajax.weights.peft import adapters_of_run, open_peft
 from llamajax.weights.pretrained import ExportDType, Pretrained
 from llamajax.weights.safetensors import DTYPES
 
@@ -31,7 +34,8 @@ def open_pretrained(named: str | os.PathLike[str]) -> Pretrained:
 
     Args:
         named: a run directory, which selects its newest good checkpoint; RUN/checkpoints/STEP; a directory made by
-            `python -m converters.hf import`; a Hugging Face directory; or hf://ORG/NAME[@REVISION], which is fetched.
+            `python -m converters.hf import`; a Hugging Face directory; a PEFT directory; or hf://ORG/NAME[@REVISION], which
+            is fetched. Adapters bring their base, which `adapter_config.json` or the run's `init_from` names.
 
     Raises:
         CheckpointError: there is no good checkpoint, or it holds a model of another llamajax version.
@@ -66,7 +70,13 @@ def open_pretrained(named: str | os.PathLike[str]) -> Pretrained:
         stored_dtype = meta.get("stored_dtype", config.param_dtype)
         if stored_dtype not in get_args(ExportDType) or not _is_hf(meta.get("hf"), step_dir / "meta.json", config):
             raise CheckpointError(f"{step_dir / 'meta.json'}: hf or stored_dtype is invalid; choose another step")
-        return Pretrained(step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None)
+        adapters = adapters_of_run(step_dir, meta)
+        base = None if adapters is None else _base_of_run(step_dir, meta)
+        return Pretrained(
+            step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None, adapters=adapters, base=base
+        )  # fmt: skip
+    if is_peft(path):
+        return open_peft(path, open_pretrained(base_of(path)))
     if (path / CONFIG).is_file():
         return open_directory(path)
     raise ConfigError(
@@ -86,6 +96,21 @@ def local_directory(named: str | os.PathLike[str]) -> Path:
 
         return fetched(name)
     return Path(os.path.expanduser(name)).absolute()
+
+
+def _base_of_run(step_dir: Path, meta: Mapping[str, Any]) -> Pretrained:
+    """Returns the model that the adapters of a checkpoint belong to: the first one without adapters that `init_from` leads
+    to.
+
+    Raises:
+        CheckpointError: the run has no `init_from`.
+        ConfigError: there is no model any more, or it does not fit.
+    """
+    named = meta["config"].get("init_from")
+    if not isinstance(named, str):
+        raise CheckpointError(f"{step_dir}: holds adapters, but its run names no init_from; choose another step")
+    found = open_pretrained(named)
+    return found if found.base is None else found.base
 
 
 def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from llamajax.config.adapters import AdaptersConfig
 from llamajax.config.architectures import Architecture, architecture_of
 from llamajax.config.hf_config import SPECIAL_TOKENS, read_ends
 from llamajax.config.inherited import OF_THE_RUN
@@ -14,7 +15,7 @@ from llamajax.data.tokenizers.tokenizer import find_tokenizer, load_tokenizer
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import num_params
-from llamajax.weights.hf_files import read_generation, shown_directory
+from llamajax.weights.hf_files import GENERATION, read_generation, shown_directory
 from llamajax.weights.safetensors import Stored
 
 ExportDType = Literal["float32", "bfloat16", "float16"]
@@ -41,11 +42,17 @@ class Pretrained:
     meta: dict[str, Any]
     """Metadata of a checkpoint; empty for a Hugging Face directory."""
     tensors: Mapping[str, Stored] | None
-    """Weights of a Hugging Face directory by their name in it; None for a checkpoint."""
+    """Weights of a Hugging Face or PEFT directory by their name in it; None for a checkpoint."""
+    adapters: AdaptersConfig | None = None
+    """Adapters that `source` holds, in place of a whole model; None: it holds a model."""
+    base: "Pretrained | None" = None
+    """Model that the adapters belong to, which has none."""
 
     @property
     def about(self) -> str:
         """The model in one line."""
+        if self.adapters is not None and self.base is not None:
+            return f"{self.source}: {self.adapters.about} for {self.base.about}"
         kind = "model" if self.tensors is None else f"Hugging Face {self.architecture.name}"
         return f"{self.shown}: {kind} of {num_params(self.config):,} parameters in {self.config.param_dtype}"
 
@@ -91,6 +98,30 @@ class Pretrained:
         if lines:
             raise ConfigError("\n".join(lines))
 
+    def check_adapters(self, adapters: AdaptersConfig) -> None:
+        """Checks that a run that starts from adapters continues to train these.
+
+        Raises:
+            ConfigError: it has others, or none; a line for every setting that must be equal.
+        """
+        own = self.adapters
+        if own is None:
+            return
+        remedy = "or start from an export with --merge, which is a whole model"
+        if not adapters.enabled:
+            raise ConfigError(f"adapters: are not set, but {self.source} holds {own.about}; set them, {remedy}")
+        pairs: dict[str, tuple[Any, Any]] = {
+            key: (getattr(adapters, key), getattr(own, key)) for key in ("kind", "rank", "alpha")
+        }
+        pairs["targets"] = sorted(adapters.targets), sorted(own.targets)
+        lines = [
+            f"adapters.{key}: {here} differs from {self.source}; it must be {theirs}, {remedy}"
+            for key, (here, theirs) in pairs.items()
+            if here != theirs
+        ]
+        if lines:
+            raise ConfigError("\n".join(lines))
+
     def changed_by(self, config: ModelConfig) -> str:
         """Lists the run's changes to the model's computation or purpose, as text to follow `described`; empty if there are
         none."""
@@ -123,7 +154,8 @@ class Pretrained:
             ConfigError: generation_config.json names ids outside the vocabulary.
             DataError: the tokenizer cannot be read.
         """
-        return read_ends(read_generation(self.files), self.files, self.special_tokens(), self.config)
+        files = self.files if self.base is None or (self.files / GENERATION).is_file() else self.base.files
+        return read_ends(read_generation(files), files, self.special_tokens(), self.config)
 
     def tokenizer(self) -> Tokenizer:
         """Loads the model's tokenizer.

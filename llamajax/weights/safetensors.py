@@ -143,9 +143,14 @@ class Writer:
     """Writes model files; tensors may come in any order and in pieces. A context manager."""
 
     def __init__(
-        self, directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any], max_shard_bytes: int
+        self,
+        directory: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: np.dtype[Any],
+        max_shard_bytes: float = math.inf,
+        single: str = SINGLE,
     ) -> None:
-        """Lays out one file, or shards of at most `max_shard_bytes` (or one larger tensor) with an index."""
+        """Lays out one file, `single`, or shards of at most `max_shard_bytes` (or one larger tensor) with an index."""
         shards: list[dict[str, tuple[int, ...]]] = [{}]
         room = max_shard_bytes
         for name, shape in shapes.items():
@@ -156,7 +161,7 @@ class Writer:
             shards[-1][name] = shape
             room -= nbytes
         n = len(shards)
-        names = [SINGLE] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
+        names = [single] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
         self._files = {}
         self._places: dict[str, Stored] = {}
         for name, shard in zip(names, shards, strict=True):

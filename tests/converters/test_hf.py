@@ -73,7 +73,7 @@ def test_there_and_back_changes_no_bit(variant, dtype, sharded, tmp_path, monkey
         shard(tmp_path / "hf")
         monkeypatch.setattr("converters.hf_export.MAX_SHARD_BYTES", 10_000)
         monkeypatch.setattr("converters.blocks.BLOCK_BYTES", 5_000)  # several blocks of every layer
-        monkeypatch.setattr("converters.hf_export._PIECE_BYTES", 3_000)  # some of which are read tensor by tensor
+        monkeypatch.setattr("converters.hf_export.PIECE_BYTES", 3_000)  # some of which are read tensor by tensor
     assert convert("import", tmp_path / "hf", tmp_path / "run", "--no-verify") == 0
     assert convert("export", tmp_path / "run", tmp_path / "back", "--no-verify") == 0
     assert_same_bits(read_weights(tmp_path / "back"), weights)
@@ -120,7 +120,7 @@ def test_a_run_on_eight_devices_is_exported_in_pieces(many_bytes, tmp_path, monk
         checkpointer.save(3, state, {"config": {"model": dataclasses.asdict(config)}})
     stored = blocks.open_array(tmp_path / "run/checkpoints/3", "model.layers.mlp.w_down")
     assert stored.block_shape == (3 if many_bytes else 1, 8, 24)
-    monkeypatch.setattr("converters.hf_export._PIECE_BYTES", 5_000)
+    monkeypatch.setattr("converters.hf_export.PIECE_BYTES", 5_000)
     assert convert("export", tmp_path / "run", tmp_path / "hf", "--no-verify") == 0
     assert_same_bits(read_weights(tmp_path / "hf"), weights)
 
@@ -355,7 +355,7 @@ def test_a_step_that_its_run_deletes_meanwhile(tmp_path, capsys, monkeypatch):
         shutil.rmtree(step_dir, ignore_errors=True)
         return blocks.open_array(step_dir, name)
 
-    monkeypatch.setattr("converters.hf_export.open_array", delete_first)
+    monkeypatch.setattr("converters.copying.open_array", delete_first)
     assert "was deleted by its run while it was read" in refuse(capsys, tmp_path, verb="export", code=65)
 
 

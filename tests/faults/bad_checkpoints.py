@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from converters.hf_export import read_checkpoint
+from converters.hf_export import read_model
 from converters.hf_import import open_import
 from llamajax.checkpoint import manifest
 from llamajax.config.parallel import MeshConfig
@@ -45,7 +45,7 @@ def read(step: Path) -> None:
     load_model(pretrained, pretrained.config)
     take_along(pretrained.files, pretrained.hf)
     pretrained.ends()
-    assert read_checkpoint(step, None, None).about
+    assert read_model(open_pretrained(step), None, None).about
 
 
 def _sign(step: Path, rng: np.random.Generator) -> None:

@@ -1,0 +1,92 @@
+"""Copies weights to Hugging Face tensors piece by piece, in two threads."""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converters.blocks import THREADS, StoredArray, boxes, open_array
+from llamajax.errors import ConfigError
+from llamajax.weights import names
+from llamajax.weights.names import Box
+from llamajax.weights.safetensors import Stored
+
+PIECE_BYTES = 16 << 20
+"""Threads copy pieces of arrays up to this size or a quarter of the largest tensor; each thread needs less than four times
+that. Larger pieces are copied one at a time, tensor by tensor. Memory stays below twice the largest tensor and a little."""
+
+Put = Callable[[str, np.ndarray, int], None]
+"""Takes the name of a tensor, some of its rows, and the number of the first one; from any thread."""
+
+
+def copy_array(step_dir: Path, array: str, put: Put, piece_bytes: int) -> None:
+    """Puts the tensors that make up one of our arrays in a checkpoint."""
+    stored, tensors = open_array(step_dir, array), names.tensors_of(array)
+    small: list[tuple[Box, list[names.Tensor]]] = []
+    for box in _boxes(array, stored):
+        if stored.nbytes(box) <= piece_bytes:
+            small.append((box, tensors))
+        else:
+            for tensor in tensors:
+                _copy_piece(array, stored, box, [tensor], put)
+    _in_threads(lambda piece: _copy_piece(array, stored, piece[0], piece[1], put), small)
+
+
+def copy_tensor(name: str, stored: Stored, put: Put) -> None:
+    """Puts a tensor of a file."""
+    rows = stored.shape[0]
+    step = max(1, PIECE_BYTES * rows // stored.nbytes)
+    _in_threads(lambda at: put(name, stored.read(at, min(at + step, rows)), at), range(0, rows, step))
+
+
+def _in_threads(copy: Callable[[Any], None], pieces: Iterable[Any]) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        copies = [pool.submit(copy, piece) for piece in pieces]
+        try:
+            for each in copies:
+                each.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _boxes(array: str, stored: StoredArray) -> Iterator[Box]:
+    """Yields the parts of an array to copy at a time: stored blocks along layers and tensor rows, whole in other dims."""
+    split_dims = (0, names.rows_dim(array))
+    shape = [stored.block_shape[dim] if dim in split_dims else size for dim, size in enumerate(stored.shape)]
+    return boxes(stored.shape, tuple(shape))
+
+
+def _copy_piece(array: str, stored: StoredArray, box: Box, tensors: list[names.Tensor], put: Put) -> None:
+    stacked = names.is_stacked(array)
+    of_layer, shape = (box[1:], stored.shape[1:]) if stacked else (box, stored.shape)
+    layers = box[:1] if stacked else ()
+    block = stored.read(box) if len(tensors) > 1 else None
+    for tensor in tensors:
+        if block is None:
+            part = stored.read((*layers, *names.part_index(tensor, shape, of_layer)))
+        else:
+            part = block[(slice(None),) * stacked + tensor.part]
+        first_row = names.first_row(tensor, shape, of_layer)
+        for layer, values in enumerate(part, box[0].start) if stacked else [(0, part)]:
+            put(tensor.hf_name.format(layer=layer), names.to_hf(tensor, values), first_row)
+
+
+def rounded(values: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
+    """Returns values of a tensor in another type.
+
+    Raises:
+        ConfigError: one is too large for float16.
+    """
+    if values.dtype == dtype:
+        return values
+    with np.errstate(over="ignore"):
+        narrow = values.astype(dtype)
+    if dtype == np.float16 and not np.isfinite(narrow).all():
+        largest = float(np.max(np.abs(values.astype(np.float32))))
+        raise ConfigError(
+            f"--dtype float16: {name} has a weight {largest:.3g}, above float16's maximum 65504; choose bfloat16 or float32"
+        )
+    return narrow
