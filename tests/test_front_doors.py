@@ -95,4 +95,4 @@ def test_tensorboard_is_asked_for_before_the_run(tmp_path, monkeypatch):
     assert config.file_problems() == []
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     (problem,) = config.file_problems()
-    assert problem == "metrics.tensorboard: tensorboardX is missing; run pip install tensorboardX, or turn it off"
+    assert problem == "metrics.tensorboard: tensorboardX is not installed; run pip install tensorboardX, or turn it off"
