@@ -21,7 +21,11 @@ def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {
-        "import": ("HF_DIR", "directory with config.json and safetensors", "a checkpoint and its model.yaml, for training"),
+        "import": (
+            "HF_DIR",
+            "directory with config.json and safetensors, or hf://ORG/NAME[@REVISION]",
+            "a checkpoint and its model.yaml, for training",
+        ),
         "export": (
             "RUN_OR_CHECKPOINT",
             "run directory (exports its newest good step), or RUN/checkpoints/STEP",

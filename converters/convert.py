@@ -15,19 +15,20 @@ from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import num_params
 from llamajax.parallel.mesh import make_mesh
 from llamajax.processes.exit import exit_code
+from llamajax.weights.open_model import local_directory
 
 VERIFY_BELOW = 2_000_000_000
 """Number of parameters. Larger models are compared only on request: the comparison holds both models in memory, in fp32."""
 
 
 def convert(
-    command: str, source: Path, out: Path, *, dtype: ExportDType | None, verify: bool | None, license: str | None
+    command: str, source: str, out: Path, *, dtype: ExportDType | None, verify: bool | None, license: str | None
 ) -> None:
     """Runs one conversion; `out` appears complete once everything is written and verified, or not at all.
 
     Args:
         command: `import` or `export`.
-        source: directory to read.
+        source: directory to read; for an import also hf://ORG/NAME[@REVISION].
         out: directory to create.
         dtype: dtype of the weights in `out`, not float16 for an import; None: as in `source`.
         verify: compare logits, and for an export also token ids; None: compare logits below two billion parameters.
@@ -43,7 +44,7 @@ def convert(
         started = time.monotonic()
         if command == "import":
             assert dtype != "float16"
-            plan = open_import(source, dtype)
+            plan = open_import(local_directory(source), dtype)
         else:
             plan = read_checkpoint(source, dtype, license)
         print(plan.about, flush=True)
@@ -61,7 +62,7 @@ def convert(
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the conversion and returns the exit code."""
-    source, out = Path(os.path.expanduser(arguments.source)), Path(os.path.expanduser(arguments.out))
+    source, out = arguments.source, Path(os.path.expanduser(arguments.out))
     options = {"dtype": arguments.dtype, "verify": arguments.verify, "license": arguments.license}
     return exit_code(
         lambda: convert(arguments.command, source, out, **options),

@@ -1,4 +1,4 @@
-"""Converts Hugging Face models: `python -m converters.hf [import] HF_DIR OUT`, `... export RUN_OR_CHECKPOINT OUT`."""
+"""Convert Hugging Face models: `python -m converters.hf [import] HF_DIR OUT`, `... export RUN_OR_CHECKPOINT OUT`."""
 
 import os
 

@@ -1,6 +1,7 @@
 """Exports a checkpoint to a Hugging Face directory."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from converters.verify import compare_logits
 from converters.verify_ids import compare_ids
 from llamajax.checkpoint.read import saved_arrays, unless_deleted
 from llamajax.config.hf_config import hf_config_of
+from llamajax.config.hub import is_on_hub
 from llamajax.config.model import DType, ModelConfig
 from llamajax.data.chat.chat_template import load_chat_template
 from llamajax.errors import CheckpointError, ConfigError
@@ -179,7 +181,7 @@ def _write_json(path: Path, body: dict[str, Any]) -> None:
     path.write_text(json.dumps(body, indent=2) + "\n")
 
 
-def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None) -> Export:
+def read_checkpoint(source: str | os.PathLike[str], dtype: ExportDType | None, license: str | None) -> Export:
     """Finds and verifies a checkpoint; needs a current mesh.
 
     Args:
@@ -191,6 +193,8 @@ def read_checkpoint(source: Path, dtype: ExportDType | None, license: str | None
         CheckpointError: `source` has no good checkpoint of a model.
         ConfigError: transformers has no architecture for the model.
     """
+    if is_on_hub(os.fspath(source)):
+        raise ConfigError(f"{source}: is in the form of Hugging Face already; give a run or RUN/checkpoints/STEP")
     found = open_pretrained(source)
     if found.tensors is not None:
         raise ConfigError(f"{source}: is already a Hugging Face directory; give a run or RUN/checkpoints/STEP")

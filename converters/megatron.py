@@ -1,4 +1,4 @@
-"""Megatron-LM's token files: `python -m converters.megatron export OUT_PREFIX --config RUN.yaml` and `... info PREFIX`."""
+"""Write and check Megatron-LM's token files: `python -m converters.megatron export OUT_PREFIX --config RUN.yaml`."""
 
 import os
 

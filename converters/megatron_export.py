@@ -95,8 +95,8 @@ def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool)
             num_tokens += len(ids)
     if counts.bad:
         log(f"left out   {source.key}: {counts.bad:,} bad records, the first one {counts.first_bad}")
-    if source.format.is_chat:
-        log(f"note       {source.key}: Megatron-LM's files do not record which tokens of the conversations are learnt")
+    if source.format.has_targets:
+        log(f"note       {source.key}: Megatron-LM's files do not record which tokens are learnt")
     log(
         f"wrote      {prefix}.bin and .idx: {counts.documents:,} documents, {num_tokens:,} tokens of {dtype.name},"
         f" {num_tokens * dtype.itemsize / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s"

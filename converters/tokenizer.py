@@ -1,4 +1,4 @@
-"""Grows a model's vocabulary: `python -m converters.tokenizer grow MODEL OUT --corpus FILE_OR_GLOB --num_pieces N`."""
+"""Grow a model's vocabulary: `python -m converters.tokenizer grow MODEL OUT --corpus FILE_OR_GLOB --num_pieces N`."""
 
 from converters.arguments import tokenizer_arguments
 from llamajax.errors import importing

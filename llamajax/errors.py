@@ -20,9 +20,10 @@ CAN_HELP = (DEVICE_ERROR, DISK_ERROR, TRY_AGAIN)
 WHEELS = {
     "absl": "absl-py", "array_record": "array_record", "chex": "chex", "cloudpickle": "cloudpickle", "etils": "etils",
     "flax": "flax", "fsspec": "fsspec", "gigatoken": "gigatoken", "google.protobuf": "protobuf", "grain": "grain",
-    "jax": "jax", "jaxlib": "jaxlib",
+    "huggingface_hub": "huggingface-hub", "jax": "jax", "jaxlib": "jaxlib",
     "jaxtyping": "jaxtyping", "jinja2": "jinja2", "numpy": "numpy", "optax": "optax", "orbax.checkpoint": "orbax-checkpoint",
     "orjson": "orjson",
+    "packaging": "packaging",
     "portpicker": "portpicker", "pyarrow": "pyarrow", "rich": "rich", "sentencepiece": "sentencepiece",
     "tensorboardX": "tensorboardX", "tensorstore": "tensorstore", "tokenizers": "tokenizers",
     "transformers": "transformers", "yaml": "pyyaml",

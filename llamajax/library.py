@@ -189,8 +189,8 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
     """Writes texts that continue prompts.
 
     Args:
-        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or a `Model` of
-            `load_model`, which saves reading the weights again.
+        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory,
+            hf://ORG/NAME[@REVISION], or a `Model` of `load_model`, which saves reading the weights again.
         prompts: one text, or several.
         settings: those of `python -m llamajax.generate --help`, such as `max_tokens=64`, `temperature=0.8`, `seed=0`,
             `num_samples=1`, `stop=["END"]`, `chat=True`.
@@ -237,7 +237,8 @@ def evaluate(model: Name, **settings: Any) -> dict[str, Any]:
     """Evaluates a model: its loss on held-out documents, or its results in lm-evaluation-harness.
 
     Args:
-        model: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory.
+        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or
+            hf://ORG/NAME[@REVISION].
         settings: those of `python -m llamajax.evaluate --help`, such as `num_batches=8`, `split="train"`,
             `tasks="hellaswag,arc_easy"`, `limit=100`.
 
@@ -273,7 +274,8 @@ def load_model(
     """Reads the weights of a model onto the devices, with its tokenizer.
 
     Args:
-        model: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory.
+        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or
+            hf://ORG/NAME[@REVISION].
         mesh: sizes of mesh axes, such as `{"fsdp": 8}`, or `{"num_cpu_devices": 2}` for emulated devices; None: split over
             as many devices along `tensor` as the heads allow, copied along `data` for the rest.
         param_dtype: type of the weights; `auto`: `compute_dtype`.
@@ -365,7 +367,7 @@ def restore(run_dir: Name, *, step: int | None = None, mesh: Mapping[str, int] |
         startup.begin(config)
         config = elastic.fit(config, path).config
         config = with_placed_state(config, startup.lay_out(config).shape)
-        return read(path, abstract_state(config).without_copies(), step)
+        return read(path, abstract_state(config).as_saved(), step)
 
 
 def preprocess(config: Config, *, workers: int | None = None) -> None:

@@ -1,7 +1,8 @@
-"""Writes the generated pages of the manual's reference, docs/reference/, from the code that they describe.
+"""Writes the generated pages of the manual's reference, docs/reference/, from the code that they describe; and the table of
+options with which `llamajax completion` completes command lines.
 
     python scripts/reference.py           # writes them
-    python scripts/reference.py --check   # names the pages that are out of date, and exits with 1
+    python scripts/reference.py --check   # names the files that are out of date, and exits with 1
 
 Settings come from the docstrings that make `--help`, commands from their options, Python from signatures and docstrings,
 GPUs from their data sheets. The meanings of exit codes are written here, and checked against the codes that exist.
@@ -11,6 +12,8 @@ import argparse
 import ast
 import importlib
 import inspect
+import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +23,8 @@ from unittest import mock
 
 import llamajax
 from converters import arguments
-from llamajax import errors, report
+from llamajax import completion, doctor, errors, report
+from llamajax.commands import complete, verbs
 from llamajax.config import help as help_texts
 from llamajax.config.command import DRY_RUN
 from llamajax.config.evaluate import EvaluateConfig
@@ -72,6 +76,16 @@ COMMANDS: dict[str, tuple[str, type | None, str]] = {
 """Commands that take settings: what each does, the class of its settings, and the options of an example."""
 PARSERS: dict[str, tuple[str, Callable[[Sequence[str]], object], str]] = {
     "llamajax.report": ("Writes one page about a run, or prints its figures.", report.main, "runs/quickstart"),
+    "llamajax.doctor": (
+        "Checks the machine, and what a run needs of it, with a remedy for each problem. Exits with 4 if a check fails.",
+        doctor.main,
+        "--config quickstart",
+    ),
+    "llamajax.completion": (
+        "Prints the script with which bash, zsh or fish completes command lines of `llamajax`.",
+        completion.main,
+        "bash",
+    ),
     "converters.hf": (
         "Converts models from and to Hugging Face.",
         arguments.hf_arguments,
@@ -89,13 +103,16 @@ PARSERS: dict[str, tuple[str, Callable[[Sequence[str]], object], str]] = {
     ),
 }
 """Commands without settings: what each does, the function that parses its arguments, and the options of an example."""
+TAKE_SETTINGS = ("doctor", "convert megatron export")
+"""Verbs among them that also take the settings of a run."""
 
 EXIT_CODES = {
     0: "The command is done, or a signal stopped it and it saved its state.",
     1: "`verify` found a difference.",
     2: "The configuration or the command line is wrong. One line per mistake.",
     3: "Data cannot be read as the configuration says.",
-    4: "The machine or the processes are not what the configuration needs: devices, packages, hosts.",
+    4: "The machine or the processes are not what the configuration needs: devices, packages, hosts; or `doctor` found a"
+    " failure.",
     5: "A device ran out of memory.",
     6: "A device computes or keeps wrong numbers, again and again. Restart without that host.",
     65: "No usable checkpoint exists, or `run_dir` holds another run, is written by another process, or cannot be written.",
@@ -230,7 +247,10 @@ def commands() -> str:
         "",
         NOTE,
         "",
-        "`python -m llamajax` lists the commands. Those that take settings share these options:",
+        "`llamajax` lists the commands. `llamajax train` is `python -m llamajax.train`, and so for all of them;"
+        " `llamajax convert hf` is `python -m converters.hf`. [Shells complete](../how-to/completion.md) their options.",
+        "",
+        "Commands that take settings share these options:",
     ]
     lines += ["", "| option | meaning |"]
     lines += ["|---|---|"]
@@ -244,8 +264,7 @@ def commands() -> str:
     lines += [f"| `{option}` | {text if '`' in text else _prose(text)} |" for option, text in shared.items()]
     lines += ["", "[Exit codes](exit-codes.md) are the same for all commands."]
     for name, (text, root, example) in COMMANDS.items():
-        module = importlib.import_module(f"llamajax.{name}")
-        options = DRY_RUN if name == "train" else getattr(module, "OPTIONS", {})
+        options = _options(name)
         prog = f"python -m llamajax.{name}"
         assert root is not None
         usage = help_texts.help_text(prog, root, options).partition("\n")[0]
@@ -306,6 +325,11 @@ def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse
         yield "", parser
 
 
+def _subparser_help(parser: argparse.ArgumentParser) -> dict[str, str]:
+    several = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {choice.dest: choice.help or "" for action in several for choice in action._choices_actions}
+
+
 def _argument(action: argparse.Action) -> str:
     name = " ".join(action.option_strings).replace(" ", ", ") or str(action.metavar)
     if action.option_strings and action.nargs != 0:
@@ -319,6 +343,61 @@ def _sentence(text: str) -> str:
     """Returns the help of an argument as a sentence."""
     text = _prose(text)
     return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", ")")) else ".")
+
+
+def completions() -> str:
+    """Returns the table of `llamajax.commands.complete` as JSON: options and settings with their types and meanings, a line
+    for each."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, verb in verbs.verbs().items():
+        if name in COMMANDS:
+            _, root, _ = COMMANDS[name]
+            own = {"--config FILE": "YAML file, or the name of a shipped configuration."} | _options(name) | help_texts.FLAGS
+            parts = [(*option.partition(" "), text) for option, text in own.items()]
+            options = {option: _told(value, text) for option, _, value, text in parts if option != "--"}
+            found[name] = {
+                "text": verb.about,
+                "settings": getattr(root, "__name__", ""),
+                "positional": [],
+                "options": options,
+            }
+            continue
+        whole = _parser(PARSERS[verb.module][1])
+        for title, parser in dict([("", whole), *_subparsers(whole)]).items():
+            actions = [(option, it) for it in parser._actions for option in it.option_strings]
+            positional = [it.choices or (complete.FILES,) for it in parser._actions if not it.option_strings]
+            about = _subparser_help(whole).get(title, verb.about)
+            found[f"{name} {title}".strip()] = {
+                "text": about,
+                "settings": "Config" if f"{name} {title}".strip() in TAKE_SETTINGS else "",
+                "positional": list(dict.fromkeys(itertools.chain.from_iterable(positional))),
+                "options": {option: _told(_value(action), _sentence(action.help or "")) for option, action in actions},
+            }
+    roots = {root.__name__: root for _, root, _ in COMMANDS.values() if root is not None}
+    settings_of = {
+        name: {
+            it.key: _told(it.kind, it.section_text if it.kind == "SECTION" else it.text) for it in help_texts.settings(root)
+        }
+        for name, root in roots.items()
+    }
+    return json.dumps({"verbs": found, "settings": settings_of}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _told(kind: str, text: str) -> str:
+    """Returns a type and the first sentence of a meaning."""
+    return f"{kind}\t{re.split(r'(?<=[.])[ ]', text, maxsplit=1)[0]}"
+
+
+def _value(action: argparse.Action) -> str:
+    """Returns what an option takes, such as `FILE` or its choices; empty: nothing."""
+    if action.nargs == 0:
+        return ""
+    return "|".join(action.choices) if action.choices else str(action.metavar or "TEXT")
+
+
+def _options(name: str) -> dict[str, str]:
+    """Returns the own options of a command that takes settings."""
+    return DRY_RUN if name == "train" else getattr(importlib.import_module(f"llamajax.{name}"), "OPTIONS", {})
 
 
 def exit_codes() -> str:
@@ -465,28 +544,29 @@ def _page(lines: list[str]) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "settings.md": settings,
-    "commands.md": commands,
-    "exit-codes.md": exit_codes,
-    "python.md": python,
-    "gpus.md": gpus,
+FILES: dict[Path, Callable[[], str]] = {
+    FOLDER / "settings.md": settings,
+    FOLDER / "commands.md": commands,
+    FOLDER / "exit-codes.md": exit_codes,
+    FOLDER / "python.md": python,
+    FOLDER / "gpus.md": gpus,
+    complete.TABLE: completions,
 }
-"""Pages by name, and the function that returns the text of each."""
+"""Written files, and the function that returns the text of each."""
 
 
 def main() -> int:
-    """Writes or checks the pages. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Write the generated pages of the reference.")
-    parser.add_argument("--check", action="store_true", help="name the pages that are out of date; write nothing")
+    """Writes or checks the files. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Write the generated pages of the reference, and the table of completion.")
+    parser.add_argument("--check", action="store_true", help="name the files that are out of date; write nothing")
     check = parser.parse_args().check
     if (imported := Path(llamajax.__file__).parents[1]) != ROOT:
         parser.error(f"llamajax is imported from {imported}, not from {ROOT}; set PYTHONPATH to that")
     stale = []
-    for name, make in PAGES.items():
-        path, text = FOLDER / name, make()
+    for path, make in FILES.items():
+        text = make()
         if not path.is_file() or path.read_text() != text:
-            stale.append(name)
+            stale.append(path.name)
             if not check:
                 path.write_text(text)
     for name in stale:

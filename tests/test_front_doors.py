@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from converters import arguments
-from llamajax import report
-from llamajax.__main__ import COMMANDS, main
+from llamajax import completion, report
 from llamajax.config.command import parse_args
 from llamajax.config.file import load_config
 from llamajax.config.generate import GenerateConfig
 from llamajax.errors import WHEELS, importing, missing_package
-from scripts import reference
 from tests import runs
 
 ROOT = Path(__file__).parents[1]
@@ -29,11 +27,12 @@ ROOT = Path(__file__).parents[1]
     [
         lambda: parse_args(["--model=x", "--prompt=a"], prog="any", root=GenerateConfig),
         lambda: report.main(["nowhere"]),
+        lambda: completion.main(["bash"]),
         lambda: arguments.hf_arguments(["export", "a", "b"]),
         lambda: arguments.tokenizer_arguments(["grow", "a", "b", "--corpus=c", "--num_pieces=1"]),
         lambda: arguments.megatron_arguments(["info", "a"]),
     ],
-    ids=["parse_args", "report", "hf", "tokenizer", "megatron"],
+    ids=["parse_args", "report", "completion", "hf", "tokenizer", "megatron"],
 )
 def test_no_command_ends_for_a_letter_that_its_output_lacks(begin: Callable[[], object], monkeypatch):
     """All others begin with `parse_args`."""
@@ -97,13 +96,3 @@ def test_tensorboard_is_asked_for_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     (problem,) = config.file_problems()
     assert problem == "metrics.tensorboard: tensorboardX is missing; run pip install tensorboardX, or turn it off"
-
-
-def test_the_package_lists_its_commands(capsys):
-    main()
-    lines = capsys.readouterr().out.splitlines()
-    examples = [line.split()[2] for line in lines if line.startswith("    python -m ")]
-    assert examples == [f"llamajax.{name}" for name in COMMANDS]
-    assert set(examples) == {f"llamajax.{name}" for name in reference.COMMANDS} | {
-        name for name in reference.PARSERS if name.startswith("llamajax.")
-    }

@@ -26,8 +26,12 @@ ORDER = (
     ("errors", "units", "disk"),
     "config", "estimates", "processes", "launching", "parallel", "watch", "kernels", "model", "step", "data", "checkpoint",
     "weights", "preprocessing", "planning", "generation", "serving", "evaluation", "verification", "training",
+    "diagnostics", "commands",
     ("results", "library"),
-    ("train", "launch", "preprocess", "generate", "serve", "evaluate", "plan", "verify", "report", "__main__"),
+    (
+        "train", "launch", "preprocess", "generate", "serve", "evaluate", "plan", "verify", "report", "doctor", "completion",
+        "__main__",
+    ),
     "converters",
 )  # fmt: skip
 """The rooms of the house, from the ground up: words for everybody, folders, commands, and what stands beside the package.

@@ -60,7 +60,7 @@ for module in pkgutil.iter_modules(converters.__path__):
     paths = python(installed, tmp_path, "-c", code).splitlines()
     assert len(paths) == 3
     assert all(Path(path).is_relative_to(installed) for path in paths)
-    for suffix in ("css", "html", "js", "json", "pyi", "yaml", "jinja", "md"):
+    for suffix in ("css", "html", "js", "json", "pyi", "yaml", "jinja", "md", "bash", "zsh", "fish"):
         ours = {path.relative_to(ROOT) for path in (ROOT / "llamajax").rglob(f"*.{suffix}")}
         assert {path for path in ours if not (installed / path).is_file()} == set()
     assert (installed / "llamajax" / "py.typed").is_file()
@@ -76,6 +76,12 @@ def test_help_names_a_manual_that_exists(installed, tmp_path, command):
     assert manual is not None, told
     assert Path(manual[1]).is_relative_to(installed)
     assert Path(manual[1]).is_file()
+
+
+def test_the_console_script_runs_verbs(installed, tmp_path):
+    script = next(path for path in (installed / "bin").iterdir() if path.name == "llamajax")
+    told = python(installed, tmp_path, str(script), "completion", "--", "convert", "hf", "ex")
+    assert told.startswith("export\t")
 
 
 def test_it_trains_and_generates_in_an_empty_directory(installed, tmp_path):

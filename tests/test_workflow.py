@@ -36,7 +36,7 @@ def test_ci_runs_the_scripts_that_the_workflow_runs():
     script = (ROOT / ".ci" / "run").read_text()
     for command in (
         "python3 .ci/docs.py", "mkdocs build --strict\n", "scripts/licences.py", "scripts/audit.py", "ruff check",
-        "ruff format --check", "pyright", "pytest -m '(slow or gpu_compiler) and not long'",
+        "ruff format --check", "hadolint Dockerfile\n", "pyright", "pytest -m '(slow or gpu_compiler) and not long'",
     ):  # fmt: skip
         assert command in script, command
 

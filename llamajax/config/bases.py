@@ -80,7 +80,7 @@ class _Reader:
         named = own.content.pop("base", None)
         if named is None:
             return own
-        merged: Node | None = None
+        below: Node | None = None
         for base in self._bases(named):
             found = shipped.find_base(str(base.content), os.path.dirname(path))
             if found is None:
@@ -91,8 +91,8 @@ class _Reader:
             if len(self.files) == MAX_FILES:
                 self._stop(base, f"more than {MAX_FILES} files; merge some of them")
             node = self.read(found, chain[:-1])
-            merged = node if merged is None else _merged(merged, node)
-        return own if merged is None else _merged(merged, own)
+            below = node if below is None else merged(below, node)
+        return own if below is None else merged(below, own)
 
     def _bases(self, named: Node) -> list[Node]:
         items = named.content if isinstance(named.content, list) else [named]
@@ -105,11 +105,11 @@ class _Reader:
         self.problems.stop(node.place, f"base: {message}")
 
 
-def _merged(below: Node, above: Node) -> Node:
+def merged(below: Node, above: Node) -> Node:
     """Returns `above` over `below`; a section with no lines of its own leaves the one below as it is."""
     if not isinstance(below.content, dict) or not (above.is_null() or isinstance(above.content, dict)):
         return above
     content = dict(below.content)
     for name, node in (above.content if isinstance(above.content, dict) else {}).items():
-        content[name] = _merged(content[name], node) if name in content else node
+        content[name] = merged(content[name], node) if name in content else node
     return Node(content, above.place)

@@ -1,11 +1,13 @@
 """The data of a run: sources of documents, tokenizer, rows."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llamajax.config.cleaning import CleaningConfig
+from llamajax.config.conversations import ChatForm, ChatFormat, FieldNames, RoleNames, TrainOn
 from llamajax.config.rules import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -18,8 +20,6 @@ from llamajax.config.rules import (
 
 DEFAULT_CACHE_DIR = "~/.cache/llamajax"
 
-ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
-
 
 def is_remote(path: str) -> bool:
     """Whether a path is an address, such as s3://bucket/file, rather than the path of a local file."""
@@ -30,21 +30,24 @@ def is_remote(path: str) -> bool:
 class SourceConfig(Section):
     """One collection of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "megatron"]
+    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "tokenized", "megatron"]
     """Format of the documents. `text`: one document per file. `jsonl`: one per line, or per element of a file that is one
     JSON array. `parquet` and `arrow` (written by Hugging Face `datasets`): one per row. `stdlib`: the sources and help texts
-    of the Python standard library that runs this program. `chat`: one conversation per line or element, as in `jsonl`,
-    rendered with `data.chat_template`; only what the assistant says is learned. `megatron`: tokens in the `.bin` and `.idx`
-    files of Megatron-LM, read in place, made with the tokenizer that `data.tokenizer.path` names. Files of `text`,
-    `jsonl` and `chat` may be compressed (gzip, zstd, bz2, xz), whatever their names, and may begin with a byte-order
-    mark."""
+    of the Python standard library that runs this program. `chat`: one conversation per record, rendered with
+    `data.chat_template`; only what the assistant says is learned. `tokenized`: one document per record, as `input_ids` and
+    `labels` (-100: not learned), made with the run's tokenizer. Records of `chat` and `tokenized` are lines or elements as
+    in `jsonl`, or rows where a file's name ends in .parquet or .arrow. `megatron`: tokens in the `.bin` and `.idx`
+    files of Megatron-LM, read in place, made with the tokenizer that `data.tokenizer.path` names. Files of `text` and of
+    JSON may be compressed (gzip, zstd, bz2, xz), whatever their names, and may begin with a byte-order mark."""
     paths: tuple[str, ...] = ()
     """Files, directories or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A directory means
-    the files of this kind below it, by suffix: `text` all files, `jsonl` and `chat` .jsonl, .ndjson and .json, also
-    compressed, `parquet` .parquet, `megatron` .idx. Hidden files are skipped, as are those in `_temporary` and `_delta_log`;
-    the log counts the files with other suffixes. A glob does not read directories that it matches; the log says so.
-    `arrow`: a directory of `Dataset.save_to_disk`. Files that systems write beside data (`._*`, `.DS_Store`, `_SUCCESS`,
-    `*.crc`, `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) are skipped and counted. A file with several
+    the files of this kind below it, by suffix: `text` all files, `jsonl` .jsonl, .ndjson and .json, also compressed,
+    `parquet` .parquet, `chat` and `tokenized` all of these and .arrow, `megatron` .idx. Hidden files are skipped, as are
+    those in `_temporary` and `_delta_log`; the log counts the files with other suffixes. A glob does not read directories
+    that it matches; the log says so.
+    `arrow`, `chat`, `tokenized`: a directory of `Dataset.save_to_disk`. Files that systems write beside data (`._*`,
+    `.DS_Store`, `_SUCCESS`, `*.crc`, `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) are skipped and counted.
+    A file with several
     names here, by links or overlapping globs, is read once; to read one more often, raise `weight`. `megatron`: the common
     prefix of a `.bin` and its `.idx`, or one of the two files. Addresses, and globs of them, are files that `fsspec` fetches
     into `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and others, with the credentials that each
@@ -55,10 +58,18 @@ class SourceConfig(Section):
     chat_format: ChatFormat = "messages"
     """`chat`: form of a conversation. `messages`: a list of {role, content}. `sharegpt`: `conversations`, a list of {from,
     value}. `alpaca`: instruction, output, and optionally input and history. `prompt_completion`: prompt and completion, each
-    a text or a list of messages; the messages of the completion are learned. All may have `system` and `tools`."""
+    a text or a list of messages. All may have `system` and `tools`."""
+    fields: FieldNames = field(default_factory=FieldNames)
+    """`chat`, `tokenized`: names of fields where they differ, such as {messages: dialog, role: speaker, content: text}."""
+    roles: RoleNames = field(default_factory=RoleNames)
+    """`chat`: further names of roles, such as {user: [customer], assistant: [agent]}."""
+    train_on: TrainOn | None = None
+    """`chat`: messages that are learned unless a mark says otherwise. `all`: every message of the assistant. `last`: its
+    last one. `none-of-prompt`: those of the completion, for `prompt_completion`. Unset: `none-of-prompt` there, else
+    `all`."""
     max_bad_records: NonNegativeInt = 0
-    """`jsonl`, `parquet`, `arrow`, `chat`: number of malformed lines or rows (null text, broken JSON, a conversation that
-    the template refuses) that are skipped and counted. One more stops the run at its start."""
+    """`jsonl`, `parquet`, `arrow`, `chat`, `tokenized`: number of malformed lines or rows (null text, broken JSON, a
+    conversation that the template refuses) that are skipped and counted. One more stops the run at its start."""
     split: str | None = None
     """`megatron`: division of each file's documents, in order, such as 969,30,1: training, held out, and left for tests, as
     in Megatron-LM. Unset: the last `data.held_out_fraction` of them is held out."""
@@ -75,6 +86,11 @@ class SourceConfig(Section):
         if self.kind != "megatron":
             return self.paths
         return tuple(f"{path.removesuffix('.bin').removesuffix('.idx')}.idx" for path in self.paths)
+
+    @property
+    def form(self) -> ChatForm:
+        """How the source writes conversations."""
+        return ChatForm(chat_format=self.chat_format, fields=self.fields, roles=self.roles, train_on=self.train_on)
 
     def broken_rules(self) -> Iterator[str]:
         if self.kind in ("text", "stdlib", "megatron") and self.max_bad_records > 0:
@@ -93,11 +109,9 @@ class SourceConfig(Section):
             yield f"split: {self.split!r} must be one to three numbers with commas between them; write 969,30,1"
         elif self.split is not None and not float(self.split.partition(",")[0]):
             yield f"split: {self.split} leaves nothing to train on; raise its first number"
-        if self.kind == "chat" and self.text_key not in ("", "text"):
-            yield f"text_key: {self.text_key} has no effect with kind=chat; set chat_format, or remove text_key"
-        if self.kind != "chat" and self.chat_format != "messages":
-            remedy = "use kind=chat, or remove chat_format"
-            yield f"chat_format: {self.chat_format} has no effect with kind={self.kind}; {remedy}"
+        if self.kind in ("chat", "tokenized") and self.text_key not in ("", "text"):
+            yield f"text_key: {self.text_key} has no effect with kind={self.kind}; set fields, or remove text_key"
+        yield from self.form.broken_rules(self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +237,20 @@ class DataConfig(Section):
         """Every length of rows, in tokens, by the key below `data` that sets it."""
         of_stages = {f"stages.{index}.seq_len": stage.seq_len for index, stage in enumerate(self.stages) if stage.seq_len}
         return {"seq_len": self.seq_len, **of_stages}
+
+    @property
+    def local_patterns(self) -> dict[str, str]:
+        """Names and globs of files on this machine, by key; a directory, which means the files below it, is left out."""
+        patterns = {
+            f"sources.{i}.paths.{j}": path
+            for i, source in enumerate(self.sources)
+            for j, (named, path) in enumerate(zip(source.paths, source.patterns, strict=True))
+            if not is_remote(path) and not os.path.isdir(os.path.expanduser(named))
+        }
+        held_out = self.cleaning.decontamination.paths
+        return patterns | {
+            f"cleaning.decontamination.paths.{j}": path for j, path in enumerate(held_out) if not is_remote(path)
+        }
 
     def without_stages(self, seq_len: int | None = None) -> "DataConfig":
         """Returns the same sources without stages, each with its first weight above 0, in rows of `seq_len` tokens; None:

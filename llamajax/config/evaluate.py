@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llamajax.config.data import DataConfig
+from llamajax.config.hub import Weights
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.rules import AboveOne, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -21,8 +22,9 @@ class DocumentsConfig(Section):
 class EvaluateConfig(Section):
     """Evaluation of a model: its loss on documents, or its results in the tasks of lm-evaluation-harness."""
 
-    model: str
-    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory."""
+    model: Weights
+    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or
+    hf://ORG/NAME[@REVISION] on the Hugging Face Hub, fetched once per machine."""
     data: str | None = None
     """YAML file of a run, with the documents in its section `data`, or a file with that section alone; unset: the documents
     that the model was trained on."""

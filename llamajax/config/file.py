@@ -16,8 +16,8 @@ import yaml
 
 from llamajax import disk
 from llamajax.config.bases import read_file
-from llamajax.config.inherited import inherit
 from llamajax.config.keys import item_type, join, keys, unknown_key, written_kind
+from llamajax.config.left_out import complete
 from llamajax.config.rules import Settings
 from llamajax.config.run import Config
 from llamajax.config.scalars import other_reading, read_scalar
@@ -33,8 +33,9 @@ _INVALID: Any = object()
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration in a YAML file, with overrides such as `"train.num_steps=10"`.
 
-    Settings of the model that are left out come from the weights that `init_from` names, if these are on this machine. Other
-    files that the configuration names need not exist, so that another machine's configuration can be read.
+    Settings of the model that are left out come from the weights that `init_from` names; of a model on the Hugging Face Hub,
+    only the file that describes it is fetched. Other files that the configuration names need not exist, so that another
+    machine's configuration can be read.
 
     Args:
         path: the file, or the name of a shipped configuration, such as `quickstart`.
@@ -66,7 +67,7 @@ def read_config(
 
     Raises:
         ConfigError: everything in `problems`, and what is found here.
-        DiskError: see `inherit`.
+        DiskError: see `complete`.
     """
     root = read_file(path, problems) if path is not None else Node({}, Place(0, "command line"))
     builder = _Builder(problems, root_class)
@@ -80,7 +81,7 @@ def read_config(
             problems.add(place, f"replaces --{show(undone[0])}, given before it; leave one of them out")
         else:
             builder.override(root, key, text, place)
-    without_weights = inherit(root, problems) if root_class is Config else None
+    without_weights = complete(root, path, problems) if root_class is Config else None
     config = builder.section(root_class, root, "")
     builder.add_missing(without_weights)
     problems.raise_if_any()

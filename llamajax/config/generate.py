@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from llamajax import disk
+from llamajax.config.hub import Weights, is_on_hub
 from llamajax.config.parallel import DistributedConfig, MeshConfig
 from llamajax.config.rules import AboveOne, Bound, NonNegativeFloat, PositiveInt, Section, Seed, Share
 from llamajax.config.shipped import find_file
@@ -19,8 +20,9 @@ TopP = Annotated[float | None, Bound(lambda value: 0 < value <= 1, "must be abov
 class GenerateConfig(Section):
     """Generation of text: prompts, how tokens are chosen, and where the texts go."""
 
-    model: str
-    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory."""
+    model: Weights
+    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or
+    hf://ORG/NAME[@REVISION] on the Hugging Face Hub, fetched once per machine."""
     prompt: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     """Text to continue."""
     prompts_file: str | None = None
@@ -110,7 +112,7 @@ class GenerateConfig(Section):
             for key, path in files.items()
             if path is not None and disk.is_missing(find_file(path), stat.S_ISREG)
         ]
-        if disk.is_missing(os.path.expanduser(self.model), stat.S_ISDIR):
+        if not is_on_hub(self.model) and disk.is_missing(os.path.expanduser(self.model), stat.S_ISDIR):
             problems.append(f"model: there is no directory {self.model}; give a run, a checkpoint or a Hugging Face model")
         if self.output is not None and not self.distributed.enabled and os.path.lexists(os.path.expanduser(self.output)):
             problems.append(f"output: {self.output} exists already; choose another file, or remove it")

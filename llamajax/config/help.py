@@ -26,7 +26,7 @@ COMMON = (
     "run_dir", "init_from", "seed",
     "model.max_seq_len", "model.remat", "model.attention_kernel", "model.matmul_dtype",
     "data.sources", "data.seq_len", "data.tokenizer.path", "data.chat_template", "data.held_out_fraction", "data.cache_dir",
-    "train.num_steps", "train.global_batch_size", "train.grad_accum_steps", "train.eval_every",
+    "train.num_steps", "train.num_epochs", "train.global_batch_size", "train.grad_accum_steps", "train.eval_every",
     "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.weight_decay",
     "optimizer.grad_clip_norm",
     "mesh.data", "mesh.fsdp", "mesh.sequence", "mesh.tensor", "mesh.num_cpu_devices", "parallel.zero",

@@ -10,22 +10,26 @@ from typing import Any, TypeVar
 
 from llamajax import disk
 from llamajax.config.hf_config import CONFIG, read_hf_config
+from llamajax.config.hub import find_config, hub_model, is_on_hub, is_pin_of
 from llamajax.config.json_file import read_json
 from llamajax.config.model import ModelConfig
 from llamajax.config.yaml_text import Node, Place, Problems
-from llamajax.errors import ConfigError, show_path
+from llamajax.errors import ConfigError, DiskError, show_path
 
 T = TypeVar("T")
 
 OF_THE_RUN = ("param_dtype", "compute_dtype", "matmul_dtype", "float8_exempt", "attention_kernel", "remat")
 """Settings that say how a run computes; they do not come from the weights."""
-_INHERITED = tuple(field.name for field in fields(ModelConfig) if field.name not in OF_THE_RUN)
+INHERITED = tuple(field.name for field in fields(ModelConfig) if field.name not in (*OF_THE_RUN, "preset"))
+"""Settings that describe the model."""
 
 
 def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
-    """Adds the settings that `model` of a run leaves out, if `init_from` names weights on this machine.
+    """Adds the settings that `model` of a run leaves out, if `init_from` names weights.
 
-    A run that has started keeps the model of its checkpoints, so it resumes even if `init_from` no longer exists.
+    A run that has started keeps the model of its checkpoints, so it resumes even if `init_from` no longer exists, and the
+    commit of a model on the Hub, even if the branch that `init_from` names has moved. Of a model on the Hub, only its
+    config.json is fetched, and only if `model` leaves something out.
 
     Args:
         root: the settings of the run; changed in place.
@@ -38,26 +42,37 @@ def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
         ConfigError: the weights have a config.json that cannot be read; everything in `problems`, too.
         DiskError: the disk fails, which may pass.
     """
-    named = _text(root, "init_from")
+    named, run_dir = _text(root, "init_from"), _text(root, "run_dir")
     if not named or not isinstance(root.content, dict):
         return None
-    of_weights = root.content["init_from"].place
-    model = root.content.setdefault("model", Node({}, of_weights))
+    of_weights = root.content["init_from"]
+    place = of_weights.place
+    model = root.content.setdefault("model", Node({}, place))
     if model.is_null():  # its lines are commented out
         model.content = {}
     if not isinstance(model.content, dict):
         return None
+    begun = None if run_dir is None else _of_checkpoints(Path(os.path.expanduser(run_dir)))
+    if begun is not None and is_pin_of(pinned := str(begun[1].get("init_from")), named):
+        of_weights.content = pinned
+    if all(name in model.content for name in INHERITED):
+        return None
     weights = Path(os.path.expanduser(named))
+    if begun is None and is_on_hub(named):
+        try:
+            weights = find_config(hub_model(named)).parent
+        except (ConfigError, DiskError) as error:
+            return place, str(error)
     try:
-        path, values = _described(weights, _text(root, "run_dir"))
+        path, values = (begun[0], begun[1]["model"]) if begun is not None else _described(weights)
     except ConfigError as error:
-        problems.add(of_weights, str(error), "init_from")
+        problems.add(place, str(error), "init_from")
         raise problems.error() from error  # or everything that it provides would be reported as missing
-    place = Place(of_weights.order, show_path(str(path)))
-    for name in _INHERITED:
+    above = Place(place.order, show_path(str(path)))
+    for name in INHERITED:
         if name in values and name not in model.content:
-            model.content[name] = _node(values[name], place)
-    return None if values else (of_weights, _none_at(weights))
+            model.content[name] = node_of(values[name], above)
+    return None if values else (place, _none_at(weights))
 
 
 def _text(root: Node, key: str) -> str | None:
@@ -65,24 +80,35 @@ def _text(root: Node, key: str) -> str | None:
     return node.content if node is not None and isinstance(node.content, str) and not node.is_null() else None
 
 
-def _described(weights: Path, run_dir: str | None) -> tuple[Path, dict[str, Any]]:
+def _described(weights: Path) -> tuple[Path, dict[str, Any]]:
     """Returns the file that describes the model, and the model's settings in it; no settings if no such file exists.
 
     Raises:
         ConfigError: a config.json is damaged, or describes a model that is not supported.
         DiskError: the disk fails, which may pass.
     """
-    runs = [weights] if run_dir is None else [Path(os.path.expanduser(run_dir)), weights]
-    for meta in (step / "meta.json" for run in runs for step in _steps(run)):
-        try:
-            return meta, dict(json.loads(_found(meta.read_bytes, meta) or b"")["config"]["model"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # a damaged step is skipped here and reported when the run opens it
+    if (found := _of_checkpoints(weights)) is not None:
+        return found[0], found[1]["model"]
     path = weights / CONFIG
     status = _found(lambda: os.stat(path), path)
     if status is None or not stat.S_ISREG(status.st_mode):
         return path, {}
     return path, asdict(read_hf_config(read_json(path), path, "float32")[0])
+
+
+def _of_checkpoints(run: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the metadata file of a run's newest checkpoint, and the settings in it; None if no checkpoint has any.
+
+    Raises:
+        DiskError: the disk fails, which may pass.
+    """
+    for meta in (step / "meta.json" for step in _steps(run)):
+        try:
+            settings = json.loads(_found(meta.read_bytes, meta) or b"")["config"]
+            return meta, {**settings, "model": dict(settings["model"])}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # a damaged step is skipped here and reported when the run opens it
+    return None
 
 
 def _steps(path: Path) -> list[Path]:
@@ -128,10 +154,10 @@ def _none_at(weights: Path) -> str:
     return f"no run and no {CONFIG} in {shown}; {remedy}"
 
 
-def _node(value: Any, place: Place) -> Node:
+def node_of(value: Any, place: Place) -> Node:
     """Returns a value as if somebody had written it."""
     if isinstance(value, dict):
-        return Node({str(name): _node(inner, place) for name, inner in value.items()}, place)
+        return Node({str(name): node_of(inner, place) for name, inner in value.items()}, place)
     if isinstance(value, list | tuple):
-        return Node([_node(item, place) for item in value], place)
+        return Node([node_of(item, place) for item in value], place)
     return Node(value if isinstance(value, str) else json.dumps(value), place, "argument")

@@ -43,6 +43,8 @@ LAYER_WEIGHTS = (
     LayerWeight("mlp.down_bias", "D", trait="mlp_bias"),
 )
 """All weights of a layer, in the order of the forward pass."""
+PROJECTION_DIMS = {"q": "K G H", "k": "K H", "v": "K H", "o": "K G H", "gate": "F", "up": "F", "down": "F"}
+"""Dims of each projection that adapters may have, besides D, in letters as above."""
 MATRICES = tuple(weight.name for weight in LAYER_WEIGHTS if weight.matmul)
 Matrix = Literal["wqkv", "wo", "w_gate_up", "w_down"]
 """The same names, as the type of settings."""

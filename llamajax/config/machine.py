@@ -62,7 +62,8 @@ class HardwareConfig(Section):
     price_per_gpu_hour: PositiveFloatOrUnset = None
     """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
     token_budget: PositiveFloatOrUnset = None
-    """Number of tokens for which the plan reports time and price; unset: the tokens of `train.num_steps` steps."""
+    """Number of tokens for which the plan reports time and price; unset: the tokens of `train.num_steps` steps,
+    or a billion with `train.num_epochs`."""
 
     def broken_rules(self) -> Iterator[str]:
         yield from self._broken_domains()

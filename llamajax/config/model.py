@@ -16,6 +16,11 @@ AttentionKernel = Literal["auto", "pallas", "triton", "cudnn", "tokamax", "plain
 LayerType = Literal["sliding_attention", "full_attention"]
 InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "layer_types", "norm_eps"]
 """Settings that change what weights compute, but no shape of a weight."""
+Preset = Literal[
+    "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b",
+    "llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "llama-530b",
+]  # fmt: skip
+"""Models that `configs/models` describes."""
 Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]
 REMATS: tuple[Remat, ...] = ("none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full")
 """Every choice but `auto`, from the one that keeps most to the one that keeps least."""
@@ -71,6 +76,9 @@ class ModelConfig(Section):
     """LLaMA decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Settings below add what Mistral and Qwen
     change."""
 
+    preset: Preset | None = None
+    """Released model whose description fills in the settings of the model that a file and its bases leave out. The complete
+    configuration has the settings themselves, and no preset."""
     vocab_size: PositiveInt
     """Rows of the embedding table; at least the tokenizer's number of pieces."""
     embed_dim: PositiveInt
@@ -140,6 +148,8 @@ class ModelConfig(Section):
     takes the fastest that fits `hardware.gpu` according to the plan, which compiles the step with each."""
 
     def broken_rules(self) -> Iterator[str]:
+        if self.preset is not None:
+            yield f"preset: {self.preset} means something in files and on command lines only; remove it, or use load_config"
         if min(self.num_heads, self.num_kv_heads) > 0 and self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads: {self.num_kv_heads} must divide num_heads={self.num_heads}"
         if self.layer_types and (self.sliding_window is None or len(set(self.layer_types)) == 1):

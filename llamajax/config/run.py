@@ -4,15 +4,16 @@ A section checks itself when it is built; `Config.problems` checks rules between
 and are never written back. This module imports no jax, so that `--help`, launchers and tools start fast.
 """
 
-import importlib.util
 import math
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llamajax.config.data import DataConfig, is_remote
+from llamajax.config.adapters import AdaptersConfig, adapter_problems
+from llamajax.config.data import DataConfig
+from llamajax.config.hub import Weights
 from llamajax.config.keys import remedy_for, with_values
+from llamajax.config.length import length_problems
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import InitChange, ModelConfig
 from llamajax.config.named_files import path_problems
@@ -27,6 +28,7 @@ from llamajax.config.parallel import (
     num_parts,
     splits_residual,
 )
+from llamajax.config.quantized import undivided_blocks
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
 from llamajax.config.rules import Seed, Settings
 from llamajax.config.stages import pipeline_problems
@@ -35,13 +37,16 @@ from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError, show
 from llamajax.units import format_count
 
+UNKNOWN_TOKENS = 1e9
+"""Number of tokens for which plans report time and price where `train.num_epochs` leaves the run's own number open."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """One complete run."""
 
-    run_dir: str
-    """Folder for everything the run writes: config, checkpoints, metrics, report. The same command resumes the run."""
+    run_dir: str = ""
+    """Folder for all that the run writes; the same command resumes what is there. Left out of NAME.yaml: runs/NAME."""
     model: ModelConfig
     """Network."""
     data: DataConfig
@@ -50,10 +55,12 @@ class Config(Settings):
     """Length and batches."""
     optimizer: OptimizerConfig
     """Optimizer and learning rate."""
-    init_from: str | None = None
-    """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face directory. The optimizer starts
-    fresh. The weights bring their tokenizer, unless `data.tokenizer.path` names one, and the settings of the model that are
-    left out. Unset: random weights."""
+    init_from: Weights | None = None
+    """Weights to start from: a run's directory, one of its checkpoints, a Hugging Face directory, or hf://ORG/NAME[@REVISION]
+    on the Hugging Face Hub; the run keeps its commit. The weights bring their tokenizer, unless `data.tokenizer.path` names
+    one, and all settings of the model that are left out. The optimizer starts fresh. Unset: random weights."""
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
+    """Low-rank adapters that are trained in place of the weights of `init_from`."""
     init_changes: tuple[InitChange, ...] = ()
     """Settings of the model that this run changes deliberately, such as [rope_theta, rope_scaling] for longer contexts. In
     all other settings that change what the model computes, weights and run must agree."""
@@ -97,39 +104,40 @@ class Config(Settings):
             raise ConfigError("\n".join(problems))
         return config
 
+    def is_frozen(self, name: str) -> bool:
+        """Whether the parameter of this name is not trained."""
+        return self.adapters.is_frozen(name) if self.adapters.enabled else self.train.is_frozen(name)
+
+    @property
+    def stored_model(self) -> ModelConfig:
+        """Returns the model with the type that its weights, without adapters, are stored in."""
+        return replace(self.model, param_dtype=self.adapters.base_dtype) if self.adapters.enabled else self.model
+
     def broken_rules(self) -> Iterator[str]:
         """Checks rules between sections, and the placement over emulated or planned devices."""
-        train, optimizer, data, model, profile = self.train, self.optimizer, self.data, self.model, self.profile
+        train, optimizer, data, model = self.train, self.optimizer, self.data, self.model
         if not self.run_dir:
-            yield "run_dir: must not be empty"
+            yield "run_dir: must not be empty; name a directory"
+        yield from adapter_problems(self.adapters, model, train, self.init_from, moves_state=self.offload.state_share > 0)
         if self.init_changes and self.init_from is None:
             yield "init_changes: has no effect without init_from; name the weights there, or remove this"
         for name, seq_len in data.row_lengths.items():
             if seq_len > model.max_seq_len:
                 remedy = "shorten the rows or raise it"
                 yield f"data.{name}: {seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
-        if data.stages and data.stages[-1].from_step >= train.num_steps:
-            rule = f"{data.stages[-1].from_step} must be below train.num_steps={train.num_steps}"
-            yield f"data.stages.{len(data.stages) - 1}.from_step: {rule}; start it earlier or train for more steps"
+        yield from length_problems(train, data, optimizer, self.profile)
         for key in self.checkpoint.allow_changes:
             if remedy := remedy_for(Config, key):
                 yield f"checkpoint.allow_changes: unknown key '{show(key)}'; {remedy}"
         no_tokenizer = data.tokenizer.path is None and self.init_from is None
-        if no_tokenizer and any(source.kind == "megatron" for source in data.sources):
-            yield "data.tokenizer.path: is needed for sources of kind=megatron; name the tokenizer that made their tokens"
-        decaying = optimizer.warmup_steps + (optimizer.decay_steps or 0)
-        if decaying > train.num_steps:
-            took = f"warm-up and decay take {decaying} steps, above train.num_steps={train.num_steps}"
-            yield f"optimizer.warmup_steps: {took}; shorten warmup_steps or decay_steps, or train for more steps"
+        if no_tokenizer and (kinds := [source.kind for source in data.sources if source.kind in ("megatron", "tokenized")]):
+            remedy = "name the tokenizer that made their tokens"
+            yield f"data.tokenizer.path: is needed for sources of kind={kinds[0]}; {remedy}"
         yield from offload_problems(self.offload, model, self.mesh, self.parallel)
         wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
         if self.distributed.enabled and self.watchdog.enabled and start_s <= wait_s:
             rule = f"must be above distributed.initialization_timeout_s={wait_s}, the time that processes have to join"
             yield f"watchdog.start_s: {start_s} {rule}; raise it"
-        last_traced = (profile.start_step or 0) + profile.num_steps - 1
-        if profile.start_step is not None and last_traced > train.num_steps:
-            steps = f"steps {profile.start_step} to {last_traced}"
-            yield f"profile.start_step: {steps} reach beyond train.num_steps={train.num_steps}; trace earlier ones"
         if train.eval_every is not None and data.held_out_fraction <= 0:
             yield "train.eval_every: data.held_out_fraction=0 leaves nothing to evaluate on; raise it or set null here"
         if self.mesh.num_cpu_devices is not None and not self.distributed.enabled:
@@ -178,6 +186,8 @@ class Config(Settings):
                 f"{train.micro_batch_size} sequences cannot be split over {over} = {batch_shards} devices;"
                 f" the nearest batch that can is {nearest}"
             )
+        if (form := self.adapters.quantized_form) is not None:
+            problems += undivided_blocks(self.model, form, axes)
         return [*problems, *pipeline_problems(self.model, self.parallel, train, axes, self.mesh.stages)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
@@ -224,6 +234,11 @@ class Config(Settings):
             for stage, end in zip(stages, ends, strict=True)
         )
 
+    @property
+    def planned_tokens(self) -> float:
+        """Number of tokens for which a plan reports time and price."""
+        return self.hardware.token_budget or float(self.tokens_after(self.train.num_steps) or UNKNOWN_TOKENS)
+
     def in_rows_of(self, seq_len: int) -> "Config":
         """Returns the run as it computes in a stage of such rows; `data.stages` remains, but means nothing."""
         return self.changed({"data.seq_len": seq_len})
@@ -240,8 +255,7 @@ class Config(Settings):
             data = data.without_stages(max(data.row_lengths.values()))
         if (data, train) == (self.data, self.train):
             return self
-        budget = self.hardware.token_budget or float(self.tokens_after(self.train.num_steps))
-        return self.changed({"data": data, "train": train, "hardware.token_budget": budget})
+        return self.changed({"data": data, "train": train, "hardware.token_budget": self.planned_tokens})
 
     def batch_arithmetic(self, num_devices: int) -> str:
         """Returns the arithmetic of the batch in one line, for people to check."""
@@ -260,39 +274,26 @@ class Config(Settings):
         full = phases[-1]
         return (
             f"{ramp.start:,} to {full.batch_size:,} sequences by {ramp.increment:,} in {len(phases)} phases; full after"
-            f" {full.from_step:,} of {self.train.num_steps:,} steps, {full.first_row:,} sequences and"
+            f" {full.from_step:,}{f' of {self.train.num_steps:,}' if self.train.num_steps else ''} steps,"
+            f" {full.first_row:,} sequences and"
             f" {format_count(self.tokens_after(full.from_step))} tokens"
         )
 
     def file_problems(self) -> list[str]:
         """Returns one `key: rule; remedy` line for everything that the configuration names and this machine does not
         have."""
-        problems = []
-        if self.metrics.wandb and importlib.util.find_spec("wandb") is None:
-            problems.append("metrics.wandb: wandb is not installed; run pip install 'llamajax[wandb]', or turn it off")
-        if self.metrics.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-            problems.append("metrics.tensorboard: tensorboardX is missing; run pip install tensorboardX, or turn it off")
-        cleaning = self.data.cleaning
-        problems += [f"data.cleaning.{problem}" for problem in cleaning.missing_packages()]
+        problems = [f"metrics.{problem}" for problem in self.metrics.missing_packages()]
+        problems += [f"data.cleaning.{problem}" for problem in self.data.cleaning.missing_packages()]
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
         told = {"checkpoint.local_dir": self.checkpoint.local_dir, "offload.tiers.nvme_dir": self.offload.tiers.nvme_dir}
         told["xla.compilation_cache"] = None if self.xla.compilation_cache == "auto" else self.xla.compilation_cache
         folders |= {key: path for key, path in told.items() if path is not None}
-        patterns = {
-            f"data.sources.{i}.paths.{j}": path
-            for i, source in enumerate(self.data.sources)
-            for j, (named, path) in enumerate(zip(source.paths, source.patterns, strict=True))
-            if not is_remote(path) and not os.path.isdir(os.path.expanduser(named))  # a directory means the files below it
-        }
-        held_out = cleaning.decontamination.paths
-        patterns |= {
-            f"data.cleaning.decontamination.paths.{j}": path for j, path in enumerate(held_out) if not is_remote(path)
-        }
+        patterns = {f"data.{key}": pattern for key, pattern in self.data.local_patterns.items()}
         of_datasets = tuple(f"data.sources.{i}." for i, source in enumerate(self.data.sources) if source.kind == "arrow")
         named = {
             "data.tokenizer.path": self.data.tokenizer.path,
             "data.chat_template": self.data.chat_template,
-            "data.cleaning.filters.bad_words": cleaning.filters.bad_words,
+            "data.cleaning.filters.bad_words": self.data.cleaning.filters.bad_words,
             "hardware.calibration": self.hardware.calibration,
         }
         files = {key: path for key, path in named.items() if path is not None}

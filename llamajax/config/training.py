@@ -16,6 +16,7 @@ from llamajax.config.rules import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFloatOrUnset,
     PositiveInt,
     PositiveIntOrUnset,
     Section,
@@ -96,8 +97,12 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """Length and arithmetic of the run."""
 
-    num_steps: PositiveInt
-    """Number of optimizer steps."""
+    num_steps: NonNegativeInt = 0
+    """Number of optimizer steps; 0: as many as `num_epochs` takes."""
+    num_epochs: PositiveFloatOrUnset = None
+    """Passes through the data, such as 3 or 2.5, instead of a number of steps: the run ends with the first step after which
+    it has read this many times the rows of all sources together. Each source has its share by `weight`; the line `epochs` of
+    the run shows its own passes. The number of steps is known once the documents are packed. Unset: `num_steps` says."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all devices."""
     grad_accum_steps: PositiveInt = 1
@@ -123,6 +128,11 @@ class TrainConfig(Section):
     grad_accum_steps` rows, so the held-out losses of two runs are comparable where both have as many rows."""
 
     def broken_rules(self) -> Iterator[str]:
+        if not self.num_steps and self.num_epochs is None:
+            yield "num_steps: 0 must be positive; set it, or num_epochs"
+        elif self.num_steps > 0 and self.num_epochs is not None:
+            both = f"{self.num_epochs:g} and num_steps={self.num_steps} both set the length of the run"
+            yield f"num_epochs: {both}; keep one, and set num_steps to 0 if a base has it"
         accumulated, batch_size = self.grad_accum_steps, self.global_batch_size
         if min(accumulated, batch_size) > 0 and batch_size % accumulated:
             yield f"grad_accum_steps: {accumulated} must divide global_batch_size={batch_size}"

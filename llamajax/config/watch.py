@@ -1,5 +1,6 @@
 """Metrics and traces of a run."""
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -32,6 +33,16 @@ class MetricsConfig(Section):
     """Name of the run on Weights & Biases; unset: the name of the run directory."""
     wandb_tags: tuple[str, ...] = ()
     """Tags of the run on Weights & Biases, such as [llama3, ablation]."""
+
+    def missing_packages(self) -> list[str]:
+        """Returns one `key: rule; remedy` line for every package that is needed and that this Python does not have."""
+        needed = {"wandb": "pip install 'llamajax[wandb]'", "tensorboard": "pip install tensorboardX"}
+        modules = {"wandb": "wandb", "tensorboard": "tensorboardX"}
+        return [
+            f"{key}: {modules[key]} is not installed; run {command}, or turn it off"
+            for key, command in needed.items()
+            if getattr(self, key) and importlib.util.find_spec(modules[key]) is None
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

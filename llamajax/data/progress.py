@@ -72,7 +72,7 @@ def seconds_told(doing: str, log: Callable[[str], None]) -> Iterator[None]:
         log(f"{doing}: done in {seconds()}")
 
 
-_DONE = {"tokenizing": "tokenized", "hashing": "hashed", "checking": "checked", "sampling": ""}
+_DONE = {"tokenizing": "tokenized", "hashing": "hashed", "checking": "checked", "fetching": "fetched", "sampling": ""}
 """First word of the last line; empty if the next step reports the result."""
 
 
@@ -86,7 +86,7 @@ class TokenizingProgress:
         *,
         animate: bool = True,
         by: str = "",
-        doing: Literal["tokenizing", "hashing", "checking", "sampling"] = "tokenizing",
+        doing: Literal["tokenizing", "hashing", "checking", "fetching", "sampling"] = "tokenizing",
     ) -> None:
         """Prepares the bar.
 
@@ -99,7 +99,7 @@ class TokenizingProgress:
         """
         self._total_bytes = total_bytes
         self._log, self._by = log, by
-        self._doing, self._done, self._of_bytes = doing, _DONE[doing], doing in ("hashing", "checking")
+        self._doing, self._done, self._of_bytes = doing, _DONE[doing], doing in ("hashing", "checking", "fetching")
         self.text_bytes = 0
         """Number of UTF-8 bytes of the documents so far."""
         self._finished_bytes = self._documents = self._tokens = 0

@@ -9,11 +9,12 @@ from llamajax.config.run import Config
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     computed_model,
-    factor_bytes,
     held_by_stage,
     keeps_gathered_weights,
     layer_matrices,
+    sent_bytes,
     stored_by_stage,
+    trained_weights,
 )
 from llamajax.estimates.formulas import weights as num_weights
 from llamajax.estimates.pipeline import StageWork, residual_tokens, share_of_head
@@ -37,11 +38,16 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     """
     model, train, work = computed_model(config.model, mesh), config.train, StageWork.of(config, mesh)
     width, matrices = DTYPE_BYTES[model.compute_dtype], layer_matrices(model)
-    factors = {matrix: factor_bytes(model, matrix) for matrix in matrices}
+    factors = {matrix: sent_bytes(config, matrix) for matrix in matrices}
     shards = num_parts("embed", mesh)
     replicas = num_parts("micro_batch", mesh) * num_parts("seq", mesh) / shards
     weights = width * sum(held_by_stage(config, num_weights(model), mesh).values()) / mesh["tensor"]
     ends = width * sum(_ends(model).values()) / mesh["tensor"]
+    # Gradients of trained weights alone are sent.
+    trained = held_by_stage(config, trained_weights(config, model), mesh)
+    back = width * sum(trained.values()) / mesh["tensor"]
+    ends_back = width * sum(trained.get(name, 0) for name in _ends(model)) / mesh["tensor"]
+    layers_back = back - ends_back
     rows = train.global_batch_size / num_parts("micro_batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"] / train.grad_accum_steps
     # Layers as gathered, and as their gradients are reduced. Prefetching turns around at the last layer, so one gather of
@@ -53,17 +59,17 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
     prefetches = parallel.prefetches
     gathers = 1 if keeps_gathered_weights(config) else 2 - 1 / model.num_layers if prefetches else 2
-    often, first = gathers * gathered + layers, (gathered + layers) / model.num_layers
+    often, first = gathers * gathered + layers_back, (gathered + layers_back) / model.num_layers
     if parallel.zero == 1:
-        sharded = 2 * weights
+        sharded = ends + gathered + back
     elif parallel.zero == 2:
-        late = (ends + (layers / model.num_layers if prefetches else 0)) if at_the_end else 0
-        sharded = ends + gathered + late + (weights - late) * micro_batches
+        late = (ends_back + (layers_back / model.num_layers if prefetches else 0)) if at_the_end else 0
+        sharded = ends + gathered + late + (back - late) * micro_batches
     elif at_the_end:
-        sharded = 2 * ends + often * micro_batches
+        sharded = ends + ends_back + often * micro_batches
         sharded += first * (1 - micro_batches) if prefetches else 0
     else:
-        sharded = (often + 2 * ends) * micro_batches
+        sharded = (often + ends + ends_back) * micro_batches
     exchanged = 0
     if model.num_kv_heads > config.model.num_kv_heads:
         by_head = (matrix for matrix in matrices if "K" in matrix.dims)
@@ -76,7 +82,8 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     again = 0 if model.remat == "none" else 1
     backward = sum(again * factors[matrix] + width for matrix in columns) + sum(factors[matrix] for matrix in rest)
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
-    owned = layers + width * sum(stored_by_stage(model, _ends(model), mesh).values()) / mesh["tensor"]
+    ends_stored = stored_by_stage(model, _ends(model), mesh)
+    owned = layers_back + width * sum(ends_stored[name] for name in _ends(model) if name in trained) / mesh["tensor"]
     # Bytes for each channel of a token that devices of `tensor` gather or scatter, in the layers, by embedding and head.
     of_layers = work.layers_per_chunk * (work.forward_passes * forward + work.backward_passes * backward)
     passes = work.forward_passes + work.backward_passes

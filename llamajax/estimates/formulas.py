@@ -15,7 +15,7 @@ from llamajax.config.model import SAVED_BY_REMAT, ModelConfig
 from llamajax.config.offload import BY_TOKEN, ActivationName, saved_tokens
 from llamajax.config.parallel import AXES, ParallelConfig, num_parts, splits_residual
 from llamajax.config.run import Config
-from llamajax.config.training import TrainConfig
+from llamajax.estimates.adapters import adapter_numbers, adapter_weights, base_bits
 from llamajax.estimates.pipeline import StageWork, share_of_head
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -90,6 +90,13 @@ def factor_bytes(model: ModelConfig, matrix: LayerWeight) -> int:
     return 1 if matrix.name in model.float8_weights and model.matmul_dtype == "float8" else DTYPE_BYTES[model.compute_dtype]
 
 
+def sent_bytes(config: Config, matrix: LayerWeight) -> float:
+    """Returns the bytes per number of a layer's matrix in which devices send it to each other."""
+    if config.adapters.is_quantized:
+        return base_bits(config.adapters, is_layer_matrix=True) / 8
+    return factor_bytes(config.model, matrix)
+
+
 def flops_per_token(model: ModelConfig, seq_len: int, *, full_attention: bool = False, keys: float | None = None) -> int:
     """Returns the training FLOPs per token (forward and backward); recomputation is never counted.
 
@@ -144,15 +151,25 @@ def mesh_sizes(config: Config) -> dict[str, int]:
     return config.mesh.axis_sizes(config.hardware.num_devices)
 
 
-def trained_weights(train: TrainConfig, model: ModelConfig) -> dict[str, int]:
-    """Returns `weights` without the frozen ones."""
-    return {name: size for name, size in weights(model).items() if not train.is_frozen(name)}
+def trained_weights(config: Config, model: ModelConfig) -> dict[str, int]:
+    """Returns `weights` without the frozen ones; those of adapters alone, where the run has some."""
+    if config.adapters.enabled:
+        return adapter_weights(config.adapters, model)
+    return {name: size for name, size in weights(model).items() if not config.is_frozen(name)}
 
 
 def state_bytes(config: Config) -> int:
-    """Returns the bytes of all weights and moments, wherever they wait; a checkpoint has them all."""
+    """Returns the bytes of a checkpoint: of all weights and moments, wherever they wait, or of adapters alone."""
     whole = dict.fromkeys(AXES, 1)
+    if config.adapters.enabled:
+        own = DTYPE_BYTES[config.model.param_dtype] + _adapter_moment_bytes(config)
+        return own * sum(adapter_weights(config.adapters, config.model).values())
     return sum(_state_bytes(config, whole)) + state_host_bytes(config, whole)
+
+
+def stored_state_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the bytes of a device's weights and moments on the card between steps."""
+    return sum(_state_bytes(config, mesh))
 
 
 def minimum_state_bytes(config: Config) -> int:
@@ -191,7 +208,7 @@ def state_shares(config: Config) -> list[float]:
 def _movable_state(config: Config) -> list[tuple[tuple[str, int], int]]:
     """Returns the arrays of the state that may wait in host memory, with their bytes, in the order in which they go there.
     Moments come first, because the card holds no copies of them; then the weights of layers; last embedding and head."""
-    sizes, moments = trained_weights(config.train, config.model), config.optimizer.moments
+    sizes, moments = trained_weights(config, config.model), config.optimizer.moments
     of_layers = sorted(filter(is_layer_matrix, sizes), key=lambda name: -sizes[name])
     tables = [name for name in ("embedding", "head") if name in sizes]
     order = [(name, number) for number in range(moments.of_layer_matrices) for name in of_layers]
@@ -225,14 +242,33 @@ def copy_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
 def _state_bytes(config: Config, mesh: Mapping[str, int], *, on_host: bool = False) -> tuple[int, int]:
     """Returns the bytes of weights and of moments that a device stores between steps, on the card or in host memory."""
     model, moments, shards = config.model, config.optimizer.moments, _stored_shards(config.parallel, mesh)
+    if config.adapters.enabled:
+        return _adapter_state_bytes(config, mesh) if not on_host else (0, 0)
     away = state_in_host_memory(config)
     own = {name: size for name, size in weights(model).items() if ((name, MASTER) in away) == on_host}
     kept = {
         name: size * sum(((name, n) in away) == on_host for n in range(moments.of_weight(is_matrix=is_layer_matrix(name))))
-        for name, size in trained_weights(config.train, model).items()
+        for name, size in trained_weights(config, model).items()
     }
     stored, moment = (_per_device(stored_by_stage(model, sizes, mesh), shards) for sizes in (own, kept))
     return DTYPE_BYTES[model.param_dtype] * stored, DTYPE_BYTES[config.optimizer.moment_dtype] * moment
+
+
+def _adapter_state_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the bytes of frozen weights and adapters, and of the adapters' moments, that a device stores."""
+    numbers = adapter_numbers(config.adapters, config.model, mesh, zero_data=bool(config.parallel.zero_data))
+    parallel = config.parallel
+    if config.adapters.is_quantized:
+        parallel = dataclasses.replace(parallel, zero_data=0)  # blocks stay whole
+    held = stored_by_stage(config.model, weights(config.model), mesh)
+    bits = {name: size * base_bits(config.adapters, is_layer_matrix=is_layer_matrix(name)) for name, size in held.items()}
+    frozen = math.ceil(_per_device(bits, _stored_shards(parallel, mesh)) / 8)
+    return frozen + DTYPE_BYTES[config.model.param_dtype] * numbers, _adapter_moment_bytes(config) * numbers
+
+
+def _adapter_moment_bytes(config: Config) -> int:
+    """Returns the bytes of a parameter's moments."""
+    return config.optimizer.moments.of_others * DTYPE_BYTES[config.optimizer.moment_dtype]
 
 
 def _stored_shards(parallel: ParallelConfig, mesh: Mapping[str, int]) -> int:
@@ -264,11 +300,11 @@ def held_by_stage(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, i
     return {name: size * own // of_all if name.startswith("layers.") else size for name, size in sizes.items()}
 
 
-def _per_device(sizes: Mapping[str, int], shards: int) -> int:
+def _per_device(sizes: Mapping[str, float], shards: int) -> int:
     """Returns the count of numbers on one of `shards` devices, for arrays of the given sizes, split like the weights of the
     same names."""
     split = sum(size for name, size in sizes.items() if name in ("embedding", "head") or is_layer_matrix(name))
-    return split // shards + sum(sizes.values()) - split
+    return int(split // shards + sum(sizes.values()) - split)
 
 
 def params_gathered_once(config: Config, mesh: Mapping[str, int]) -> int:
@@ -324,14 +360,12 @@ def expected_bytes(
     kept_weights = L * layer_params * wide if keeps_gathered_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
-    sizes, own_trained = (
-        held_by_stage(config, of_all, mesh) for of_all in (weights(model), trained_weights(config.train, model))
-    )
+    sizes, own_trained = (held_by_stage(config, of_all, mesh) for of_all in (weights(model), trained_weights(config, model)))
     own = _per_device(sizes, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
     # The subset with gradients.
     own_trained = _per_device(own_trained, num_parts("embed", mesh) * tensor)
-    whole_trained = _gathered_once(config, trained_weights(config.train, computed), mesh)
+    whole_trained = _gathered_once(config, trained_weights(config, computed), mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 or work.stages > 1 else 0
     # A device's own part of the layers has a narrow copy if its gradients are reduced at the step's end.
     replicas = num_parts("micro_batch", mesh) * sequence // num_parts("embed", mesh)

@@ -30,7 +30,7 @@ from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import num_parts
 from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
-from llamajax.data.documents.conversations import Message
+from llamajax.data.documents.messages import Message
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError, DataError
 from llamajax.evaluation.document_loss import whole_batch

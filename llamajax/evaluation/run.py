@@ -34,7 +34,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     if config.json is not None:
         check_json(config.json)
     compilation_cache.start("auto", console.say)
-    pretrained = open_pretrained(Path(config.model))
+    pretrained = open_pretrained(config.model)
     model_config = choose_types(config, pretrained.config)
     jax.set_mesh(mesh.make_mesh(config.mesh))
     problems = model_config.undivided(jax.sharding.get_mesh().shape)
@@ -55,7 +55,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
         from llamajax.evaluation.harness import evaluate_tasks
 
         results = evaluate_tasks(config, pretrained, model_config, tokenizer)
-    results = {"model": str(pretrained.source)} | results
+    results = {"model": pretrained.shown} | results
     if config.json is not None and jax.process_index() == 0:
         path = Path(os.path.expanduser(config.json))
         path.write_text(json.dumps(results, indent=2) + "\n")

@@ -8,7 +8,8 @@ from typing import Any
 
 from llamajax.data.chat import chat_tokens
 from llamajax.data.chat.chat_template import ChatTemplate
-from llamajax.data.documents.conversations import BESIDE_MESSAGES, Message, content_of, question_of
+from llamajax.data.documents.conversations import BESIDE_MESSAGES, question_of
+from llamajax.data.documents.messages import Message, content_of
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.disk import cannot_read, read_again
 from llamajax.errors import DataError

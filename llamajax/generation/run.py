@@ -117,7 +117,7 @@ def open_model(config: GenerateConfig) -> Opened:
     """
     startup.connect(config.mesh, config.distributed)
     compilation_cache.start("auto", say)
-    pretrained = open_pretrained(Path(config.model))
+    pretrained = open_pretrained(config.model)
     return Opened(pretrained=pretrained, tokenizer=pretrained.tokenizer())
 
 

@@ -1,5 +1,6 @@
 """Runs a launch: starts the processes of this host, and restarts them as long as that can help."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -177,9 +178,20 @@ def _is_unfinished(program: Program) -> bool:
     if not isinstance(program.config, Config) or "--dry_run" in program.arguments:
         return False
     try:
-        return newest_step(program.run_dir) < program.config.train.num_steps
+        num_steps = program.config.train.num_steps or _num_steps_of_start(program.run_dir)
+        return num_steps is None or newest_step(program.run_dir) < num_steps
     except OSError:  # the next start will report it
         return True
+
+
+def _num_steps_of_start(run_dir: Path | None) -> int | None:
+    """Returns the number of steps that the run's last start found for `train.num_epochs`; None if it did not get so far."""
+    found = None
+    with contextlib.suppress(FileNotFoundError):
+        for line in (run_dir / "events.jsonl").read_text(errors="replace").splitlines() if run_dir else ():
+            with contextlib.suppress(ValueError, AttributeError):  # torn by a kill
+                found = json.loads(line).get("num_steps", found)
+    return found
 
 
 def _record(program: Program, cause: Cause, step: int, after_s: float, shown: Output) -> None:

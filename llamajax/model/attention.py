@@ -6,18 +6,21 @@ keys and values (Qwen2, arXiv:2407.10671) and of the output (Llama with `attenti
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
+from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, TensorForm, axes_of, num_parts
 from llamajax.kernels.attention import Keys, Mask, Past, Queries, attend
+from llamajax.model.adapters import Adapter, Seeds, seeds_like, with_columns, with_rows
 from llamajax.model.layers import RMSNorm, normal, output_first, residual_std, with_bias
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
@@ -37,6 +40,7 @@ class Rows(NamedTuple):
     sin: RopeTable
     mask: Mask
     """Which keys a token sees."""
+    seeds: Seeds | None = None
 
 
 class Attention(nnx.Module):
@@ -49,6 +53,9 @@ class Attention(nnx.Module):
     Where more devices split the kv heads than there are kv heads, the weights are stored whole, and compute uses one kv head
     per device: a copy of one of the K heads, with its share of that head's query heads.
     """
+
+    MATRICES: ClassVar[Mapping[str, Sequence[Projection]]] = {"wqkv": ("q", "k", "v"), "wo": ("o",)}
+    """Projections that each matrix joins, see `columns_of`."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         D, K, H, dtype = config.embed_dim, config.num_kv_heads, config.head_dim, config.param_dtype
@@ -66,8 +73,30 @@ class Attention(nnx.Module):
         self.output_bias = weight((D,), dtype, stored=(None,), compute=None, init=jnp.zeros) if config.output_bias else None
         self.q_norm = RMSNorm(H, config) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config) if config.qk_norm else None
+        self.q_adapter: Adapter | None = nnx.data(None)
+        self.k_adapter: Adapter | None = nnx.data(None)
+        self.v_adapter: Adapter | None = nnx.data(None)
+        self.o_adapter: Adapter | None = nnx.data(None)
         self.scale = score_factor(config) / math.sqrt(H)
         self.kernel: AttentionKernel = config.attention_kernel
+
+    @staticmethod
+    def adapters(model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> dict[Projection, Adapter]:
+        """Draws adapters of its projections; those that `config` does not name are left out."""
+        D, K, H = model.embed_dim, model.num_kv_heads, model.head_dim
+        heads = ("kv_heads" if K % _num_parts() == 0 else None, None, "head_dim")
+        compute, queries, keys = ("kv_heads", None, "head_dim"), (D, K, model.num_heads // K, H), (D, K, 1, H)
+        kinds: dict[Projection, Any] = {
+            "q": {"shape": queries, "is_row": False, "arrange": _split_queries},
+            "k": {"shape": keys, "is_row": False, "arrange": _repeat_heads},
+            "v": {"shape": keys, "is_row": False, "arrange": _repeat_heads},
+            "o": {"shape": queries, "is_row": True, "arrange": _split_queries},
+        }
+        return {
+            name: Adapter(config, dtype=dtype, key=own_key, stored=heads, compute=compute, **kind)
+            for (name, kind), own_key in zip(kinds.items(), jax.random.split(key, len(kinds)), strict=True)
+            if name in config.targets
+        }
 
     def __call__(
         self,
@@ -89,8 +118,9 @@ class Attention(nnx.Module):
         with jax.named_scope("attend"):
             out, _ = attend(q, k, v, rows.mask, self.scale, past=past, kernel=self.kernel, sequence=sequence)
         with jax.named_scope("output_projection"):
-            out = scattered_matmul(out, self.wo[...], jax.typeof(x).sharding.spec, tensor)
-            return with_bias(out, self.output_bias), (k, v)
+            residual, wo = jax.typeof(x).sharding.spec, self.wo[...]
+            y = scattered_matmul(out, wo, residual, tensor, frozen=self.wo.frozen)
+            return with_bias(with_rows(y, out, wo, self.o_adapter, rows.seeds), self.output_bias), (k, v)
 
     def _project(
         self, x: Float[Array, "B T D"], rows: Rows, tensor: TensorForm, saved_share: float
@@ -98,8 +128,11 @@ class Attention(nnx.Module):
         """Returns queries, keys and values; queries and keys are rotated by their positions."""
         with jax.named_scope("qkv"):
 
-            def project(x: jax.Array, is_saved: bool) -> jax.Array:
-                qkv = gathered_matmul(x, self.wqkv[...], tensor)
+            def project(tokens: tuple[jax.Array, Seeds | None], is_saved: bool) -> jax.Array:
+                x, seeds = tokens
+                wqkv, adapters = self.wqkv[...], (self.q_adapter, self.k_adapter, self.v_adapter)
+                qkv = gathered_matmul(x, wqkv, tensor, frozen=self.wqkv.frozen)
+                qkv = with_columns(qkv, x, wqkv, adapters, seeds)
                 if self.qkv_bias is not None:
                     bias = self.qkv_bias[...]
                     of_stages = is_staged(jax.typeof(bias).sharding.spec)
@@ -107,7 +140,7 @@ class Attention(nnx.Module):
                     qkv = with_bias(qkv, split if of_stages else split[0])
                 return checkpoint_name(qkv, "qkv") if is_saved else qkv
 
-            qkv = by_share(project, x, saved_share)
+            qkv = by_share(project, (x, seeds_like(x, rows.seeds)), saved_share)
             q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -118,9 +151,9 @@ def _num_parts() -> int:
     return num_parts("kv_heads", jax.sharding.get_abstract_mesh().shape)
 
 
-def _split_qkv(w: Float[Array, "E K C H"], dtype: DTypeLike) -> Float[Array, "E J M H"]:
-    """Splits `wqkv` into the J kv heads that compute uses, in `dtype`. Heads are copied in w's own dtype, in which the
-    copies' gradients add up."""
+def _split_qkv(w: Num[Array, "E K C H"], dtype: DTypeLike) -> Num[Array, "E J M H"]:
+    """Splits `wqkv`, or an array of it quantized, into the J kv heads that compute uses, in `dtype`. Heads are copied in w's
+    own dtype, in which the copies' gradients add up."""
     E, K, C, H = w.shape
     if (J := max(K, _num_parts())) == K:
         return w.astype(dtype)
@@ -130,7 +163,7 @@ def _split_qkv(w: Float[Array, "E K C H"], dtype: DTypeLike) -> Float[Array, "E 
     return _split_heads(jnp.concatenate([queries, shared], axis=2).astype(dtype))
 
 
-def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array, "E J M H"]:
+def _split_queries(w: Num[Array, "E K G H"], dtype: DTypeLike) -> Num[Array, "E J M H"]:
     """Splits `wo` into the J kv heads that compute uses, like `_split_qkv`."""
     E, K, G, H = w.shape
     if (J := max(K, _num_parts())) == K:
@@ -139,7 +172,15 @@ def _split_queries(w: Float[Array, "E K G H"], dtype: DTypeLike) -> Float[Array,
     return _split_heads(queries.astype(dtype))
 
 
-def _split_heads(w: Float[Array, "E J M H"]) -> Float[Array, "E J M H"]:
+def _repeat_heads(w: Num[Array, "E K 1 H"], dtype: DTypeLike) -> Num[Array, "E J 1 H"]:
+    """Copies keys or values for the J kv heads that compute uses, like `_split_qkv`."""
+    K = w.shape[1]
+    if (J := max(K, _num_parts())) == K:
+        return w.astype(dtype)
+    return _split_heads(jnp.repeat(w, J // K, axis=1, out_sharding=jax.typeof(w).sharding.spec).astype(dtype))
+
+
+def _split_heads(w: Num[Array, "E J M H"]) -> Num[Array, "E J M H"]:
     """Reshards by heads: each device sends every other device the rows that it stores of that device's head, in one
     all-to-all."""
     rows = tuple(axis for axis in as_tuple(jax.typeof(w).sharding.spec[0]) if axis not in axes_of("kv_heads"))

@@ -1,9 +1,9 @@
 """The parts of a decoder that process one token at a time: token embedding, RMSNorm and the SwiGLU MLP."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import TensorForm
 from llamajax.kernels.swiglu import gated, gated_and_gradient
+from llamajax.model.adapters import Adapter, Seeds, with_columns, with_rows
 from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul
 from llamajax.parallel.stages import is_staged, merge, split
-from llamajax.parallel.zero import scaled, weight
+from llamajax.parallel.zero import scaled, scaled_late, weight
 
 Auxiliary = dict[str, Float32[Array, "B T"]]
 """Values that a part of a layer returns besides its output, by name: one number per token, sharded as the residual stream.
@@ -73,12 +75,15 @@ class RMSNorm(nnx.Module):
         """Returns the normed values in x's dtype; computed in fp32."""
         wide = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return scaled(wide * inverse_rms, self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        times = scaled if self.scale.frozen else scaled_late
+        return times(wide * inverse_rms, self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202), gate and up as one matmul."""
 
+    MATRICES: ClassVar[Mapping[str, Sequence[Projection]]] = {"w_gate_up": ("gate", "up"), "w_down": ("down",)}
+    """Projections that each matrix joins, see `columns_of`."""
     auxiliary: ClassVar[Mapping[str, float]] = {}
     """Weight in the loss of each value of `Auxiliary` that it returns, by name; 0 for a value that is only reported."""
 
@@ -92,6 +97,22 @@ class MLP(nnx.Module):
         bias = partial(weight, dtype=dtype, compute=None, init=jnp.zeros)
         self.gate_up_bias = bias((2, F), stored=(None, "mlp")) if config.mlp_bias else None
         self.down_bias = bias((D,), stored=(None,)) if config.mlp_bias else None
+        self.gate_adapter: Adapter | None = nnx.data(None)
+        self.up_adapter: Adapter | None = nnx.data(None)
+        self.down_adapter: Adapter | None = nnx.data(None)
+
+    @staticmethod
+    def adapters(model: ModelConfig, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> dict[Projection, Adapter]:
+        """Draws adapters of its projections; those that `config` does not name are left out."""
+        D, F = model.embed_dim, model.mlp_dim
+        column = {"shape": (D, 1, F), "is_row": False, "stored": (None, "mlp"), "compute": (None, "mlp")}
+        row = {"shape": (D, F), "is_row": True, "stored": ("mlp",), "compute": ("mlp",)}
+        kinds: dict[Projection, Any] = {"gate": column, "up": column, "down": row}
+        return {
+            name: Adapter(config, dtype=dtype, key=own_key, **kind)
+            for (name, kind), own_key in zip(kinds.items(), jax.random.split(key, len(kinds)), strict=True)
+            if name in config.targets
+        }
 
     def __call__(
         self,
@@ -100,6 +121,7 @@ class MLP(nnx.Module):
         *,
         gates_in_stack: bool = False,
         is_saved: bool = True,
+        seeds: Seeds | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Returns the addition to the residual stream, in x's dtype; and the auxiliary values.
 
@@ -109,14 +131,21 @@ class MLP(nnx.Module):
             gates_in_stack: whether the backward pass reads `gate_up` from a stack of all layers. XLA's own kernels read it
                 there; another kernel needs a copy.
             is_saved: whether gates and inputs have the checkpoint name `gate_up`.
+            seeds: see `Seeds`.
         """
         residual, w_down = jax.typeof(x).sharding.spec, self.w_down[...]
         with jax.named_scope("gate_up"):
-            gate_up = with_bias(gathered_matmul(x, self.w_gate_up[...], tensor), self.gate_up_bias)
+            w_gate_up = self.w_gate_up[...]
+            gate_up = gathered_matmul(x, w_gate_up, tensor, frozen=self.w_gate_up.frozen)
+            gate_up = with_columns(gate_up, x, w_gate_up, (self.gate_adapter, self.up_adapter), seeds)
+            gate_up = with_bias(gate_up, self.gate_up_bias)
             gate_up = checkpoint_name(gate_up, "gate_up") if is_saved else gate_up
         with jax.named_scope("down_projection"):
-            if gates_in_stack:
-                out = scattered_matmul(gated(gate_up), w_down, residual, tensor)
+            frozen, made = self.w_down.frozen, Made(gated, gated_and_gradient)
+            if gates_in_stack or self.down_adapter is not None:
+                y = gated(gate_up)
+                out = scattered_matmul(y, w_down, residual, tensor, frozen=frozen)
+                out = with_rows(out, y, w_down, self.down_adapter, seeds)
             else:
-                out = scattered_matmul(gate_up, w_down, residual, tensor, made=Made(gated, gated_and_gradient))
+                out = scattered_matmul(gate_up, w_down, residual, tensor, made=made, frozen=frozen)
             return with_bias(out, self.down_bias), {}

@@ -12,11 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import SAVED_BY_REMAT, ModelConfig, Remat
 from llamajax.config.offload import ON_CARD, OffloadConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
+from llamajax.model.adapters import Adapter, Seeds, attach, seeds_like
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
@@ -92,7 +94,7 @@ class Layer(nnx.Module):
         `gates_in_stack` as for `MLP`."""
         of_attention, of_mlp = self.by_parts()
         x, key_value = _attention_part(of_attention, x, rows, parallel, past)
-        return _mlp_part(of_mlp, x, parallel, gates_in_stack=gates_in_stack), key_value
+        return _mlp_part(of_mlp, x, parallel, rows.seeds, gates_in_stack=gates_in_stack), key_value
 
     @property
     def auxiliary(self) -> Mapping[str, float]:
@@ -131,17 +133,19 @@ def _mlp_part(
     weights: tuple[RMSNorm, MLP],
     x: Activations,
     parallel: ParallelConfig,
+    seeds: Seeds | None,
     *,
     gates_in_stack: bool,
     saved_share: float = 1.0,
 ) -> Activations:
     norm, mlp = weights
 
-    def run(residual: jax.Array, is_saved: bool) -> tuple[jax.Array, Auxiliary]:
-        return mlp(norm(residual), parallel.tensor, gates_in_stack=gates_in_stack, is_saved=is_saved)
+    def run(tokens: tuple[jax.Array, Seeds | None], is_saved: bool) -> tuple[jax.Array, Auxiliary]:
+        residual, seeds = tokens
+        return mlp(norm(residual), parallel.tensor, gates_in_stack=gates_in_stack, is_saved=is_saved, seeds=seeds)
 
     with jax.named_scope("mlp"):
-        return x.plus(*by_share(run, x.residual, saved_share))
+        return x.plus(*by_share(run, (x.residual, seeds_like(x.residual, seeds)), saved_share))
 
 
 def saved_names(remat: Remat, x: Float[Array, "B T D"]) -> tuple[str, ...] | None:
@@ -174,8 +178,8 @@ def stack_forms(
     def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
         return _attention_part(weights, x, rows, parallel, saved_share=share)[0]
 
-    def transform(weights: tuple[RMSNorm, MLP], x: Activations, _: Rows) -> Activations:
-        return _mlp_part(weights, x, parallel, gates_in_stack=gates_in_stack, saved_share=share)
+    def transform(weights: tuple[RMSNorm, MLP], x: Activations, rows: Rows) -> Activations:
+        return _mlp_part(weights, x, parallel, rows.seeds, gates_in_stack=gates_in_stack, saved_share=share)
 
     return {
         "parts": (attend, transform),
@@ -185,6 +189,13 @@ def stack_forms(
         "names": (Names("input", "attention"), Names("residual", "gate_up")),
         "offloaded": offload.names,
     }
+
+
+def _keys_of_layers(key: jax.Array, num_layers: int) -> jax.Array:
+    keys = jax.random.split(key, num_layers)
+    if num_layers % num_stages() == 0 and num_stages() > 1:
+        return jax.reshard(keys, spec("layers"))  # then each stage creates its own layers
+    return keys
 
 
 class Llama(nnx.Module):
@@ -206,9 +217,7 @@ class Llama(nnx.Module):
         self.config = config
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
-        keys = jax.random.split(layers_key, config.num_layers)
-        if config.num_layers % num_stages() == 0 and num_stages() > 1:
-            keys = jax.reshard(keys, spec("layers"))  # then each stage creates its own layers
+        keys = _keys_of_layers(layers_key, config.num_layers)
         # In weights prepared for a step with a pipeline: a tuple with the layers in each slot of the stages.
         self.layers = stack(partial(Layer, config))(keys)
         self.whole_first: Layer | None = nnx.data(None)  # the first layer, gathered; only in weights prepared for a step
@@ -229,6 +238,7 @@ class Llama(nnx.Module):
         segment_ids: Tokens | None = None,
         positions: Tokens | None = None,
         *,
+        seeds: Seeds | None = None,
         parallel: ParallelConfig = PLAIN,
         remat: Remat = "none",
         offload: OffloadConfig = ON_CARD,
@@ -242,6 +252,7 @@ class Llama(nnx.Module):
             segment_ids: a token sees only tokens with its own id. 0 is padding. None, or `attend_across_documents`: a row is
                 one document.
             positions: positions for the rotary embedding. None: counted from the start of each segment.
+            seeds: see `llamajax.model.adapters.Seeds`.
             parallel: the forms in which devices share the work; for a `ring`, T must be divisible by twice its devices.
             remat: values saved for the backward pass. Never `auto`, which `llamajax.step.resolve` resolves.
             offload: those that wait in host memory, for a stack that prefetches. Never `auto` either.
@@ -252,7 +263,7 @@ class Llama(nnx.Module):
         tables_and_masks = self._tables_and_masks(tokens, *known, sequence=sequence)
         # Compute none of them before this micro-batch's turn.
         tables_and_masks, tokens = jax.lax.optimization_barrier((tables_and_masks, tokens))
-        rows = self._by_layer(*tables_and_masks)
+        rows = self._by_layer(*tables_and_masks, None if seeds is None else laid_out(seeds, sequence))
         x = self._embed(laid_out(tokens, sequence), copies)
 
         prepared, activations = PreparedWeights(self, copies), first_activations(x, self.auxiliary)
@@ -287,11 +298,18 @@ class Llama(nnx.Module):
         return (layers[0] if isinstance(layers, tuple) else layers).auxiliary
 
     def rows(
-        self, tokens: Tokens, segment_ids: Tokens, positions: Tokens, *, sequence: SequenceForm = "gather"
+        self,
+        tokens: Tokens,
+        segment_ids: Tokens,
+        positions: Tokens,
+        seeds: Seeds | None,
+        *,
+        sequence: SequenceForm = "gather",
     ) -> tuple[Rows, ...]:
         """Returns the rows' data for each layer of the repeated round of windows; arguments as for `hidden`."""
         known = (None, None) if self.config.attend_across_documents else (segment_ids, positions)
-        return self._by_layer(*self._tables_and_masks(tokens, *known, sequence=sequence))
+        tables_and_masks = self._tables_and_masks(tokens, *known, sequence=sequence)
+        return self._by_layer(*tables_and_masks, None if seeds is None else laid_out(seeds, sequence))
 
     def prefill(self, tokens: Tokens, lengths: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
         """Reads prompts into the cache, from its first slot on; its previous contents are lost.
@@ -373,6 +391,27 @@ class Llama(nnx.Module):
         with jax.named_scope("head"):
             return jax.reshard(self._logits(states), spec("batch", *[None] * (states.ndim - 1)))
 
+    def with_adapters(self, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> "Llama":
+        """Returns the model with adapters of all layers, which change nothing yet: `b` is zero, and `magnitude` is the
+        length of the weights.
+
+        Args:
+            config: the adapters.
+            dtype: dtype of the adapters.
+            key: key of their values.
+        """
+
+        def make(key: jax.Array) -> tuple[dict[Projection, Adapter], dict[Projection, Adapter]]:
+            of_attention, of_mlp = jax.random.split(key)
+            known = self.config, config, dtype
+            return Attention.adapters(*known, of_attention), MLP.adapters(*known, of_mlp)
+
+        adapted = jax.tree.map(lambda weight: weight, self)
+        attention, mlp = jax.vmap(make)(_keys_of_layers(key, self.config.num_layers))
+        attach(adapted.layers.attention, Attention.MATRICES, attention)
+        attach(adapted.layers.mlp, MLP.MATRICES, mlp)
+        return adapted
+
     def output_weight(self) -> nnx.Param:
         """Returns the head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
         return self.embedding if self.head is None else self.head
@@ -412,6 +451,8 @@ class Llama(nnx.Module):
         see = partial(with_sight, q=q, kernel=config.attention_kernel, sequence=sequence)
         return cos, sin, {window or 0: see(Mask(window=window, segment_ids=ids)) for window in config.windows}
 
-    def _by_layer(self, cos: RopeTable, sin: RopeTable, masks: dict[int, Mask]) -> tuple[Rows, ...]:
+    def _by_layer(
+        self, cos: RopeTable, sin: RopeTable, masks: dict[int, Mask], seeds: Seeds | None = None
+    ) -> tuple[Rows, ...]:
         """Returns the rows' data for each layer of the repeated round of windows."""
-        return tuple(Rows(cos, sin, masks[window or 0]) for window in self.config.windows)
+        return tuple(Rows(cos, sin, masks[window or 0], seeds) for window in self.config.windows)

@@ -130,9 +130,10 @@ def specs(x: Factor) -> Any:
     return jax.tree.map(lambda array: jax.typeof(array).sharding.spec, x)
 
 
-def differentiable(w: Factor) -> tuple[Factor, Array | None]:
-    """Splits a weight into the factor of the product and the array that receives its gradient."""
-    return (dataclasses.replace(w, stand_in=None), w.stand_in) if isinstance(w, Float8) else (w, w)
+def differentiable(w: Factor, *, frozen: bool = False) -> tuple[Factor, Array | None]:
+    """Splits a weight into the factor of the product and the array that receives its gradient, None for a frozen one."""
+    factor, stand_in = (dataclasses.replace(w, stand_in=None), w.stand_in) if isinstance(w, Float8) else (w, w)
+    return factor, None if frozen else stand_in
 
 
 def product(x: Factor, y: Factor, dims: Any, out: P) -> Array:

@@ -40,7 +40,9 @@ from llamajax.parallel.tensor import (
 )
 
 
-def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, form: TensorForm) -> Float[Array, "B T *N"]:
+def gathered_matmul(
+    x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, form: TensorForm, *, frozen: bool = False
+) -> Float[Array, "B T *N"]:
     """Computes x w for all tokens of a residual stream x, in x's dtype; w is split along one of its last dims, like the
     result.
 
@@ -49,11 +51,44 @@ def gathered_matmul(x: Float[Array, "B T D"], w: Float[Array, "D *N"] | Float8, 
         w: weight in x's dtype, or in float8; gathered (`llamajax.parallel.zero`). With one layer per stage of a pipeline it
             is [p, D, *N].
         form: how the devices get the tokens.
+        frozen: whether the weight gets no gradient.
     """
     rings, residual = form == "ring" and is_shared(x), jax.typeof(x).sharding.spec
     if rings or isinstance(w, Float8) or is_staged(_spec(w)):
-        return _gathered(rings, residual, x, *differentiable(w))
+        return _gathered(rings, residual, x, *differentiable(w, frozen=frozen))
     return jnp.einsum("BTD,D...->BT...", gather_tokens(x), w)
+
+
+def tokenwise_matmul(x: Float[Array, "B T D"], w: Float[Array, "*D N"], *, rows: bool = False) -> Float[Array, "B T N"]:
+    """Computes x w, or x w^T if `rows`, each device for its own tokens, in x's dtype.
+
+    Args:
+        x: residual stream, or an array computed from it.
+        w: weight in x's dtype that every device has whole; with one layer per stage of a pipeline [p, D, N].
+        rows: whether w is multiplied from its last dim.
+    """
+    if jax.sharding.get_abstract_mesh().size > 1:
+        # Devices that share a matmul have different tokens here, so the weight's gradient is summed over them too.
+        lies = _spec(w)
+        w = jax.reshard(w, P(*lies.partitions, reduced=lies.reduced.union(shared_axes(_spec(x)))))
+    if is_staged(_spec(w)):
+        return _tokenwise(rows, x, w)
+    return jnp.einsum("BTD,ND->BTN" if rows else "BTD,DN->BTN", x, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tokenwise(rows: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+    dims = ((2,), (1 if rows else 0,)), ((), ())
+    return product(x, w, dims, P(*_spec(x)[:2], None))
+
+
+def _tokenwise_backward(rows: bool, kept: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    d_x = _tokenwise(not rows, d_y, w)
+    return d_x, _weight_gradient(d_y, x, w) if rows else _weight_gradient(x, d_y, w)
+
+
+_tokenwise.defvjp(lambda rows, x, w: (_tokenwise(rows, x, w), (x, w)), _tokenwise_backward)
 
 
 class Made(NamedTuple):
@@ -66,7 +101,13 @@ class Made(NamedTuple):
 
 
 def scattered_matmul(
-    y: Float[Array, "B T *N"], w: Float[Array, "D *N"] | Float8, residual: P, form: TensorForm, *, made: Made | None = None
+    y: Float[Array, "B T *N"],
+    w: Float[Array, "D *N"] | Float8,
+    residual: P,
+    form: TensorForm,
+    *,
+    made: Made | None = None,
+    frozen: bool = False,
 ) -> Float[Array, "B T D"]:
     """Computes y w^T, summed over the devices that share it, for a residual stream with the sharding `residual`; in y's
     dtype.
@@ -77,6 +118,7 @@ def scattered_matmul(
         residual: sharding of the result.
         form: how the devices get the sums.
         made: computes the factor from y.
+        frozen: as for `gathered_matmul`.
     """
     rings = form == "ring" and _size(shared_axes(residual)) > 1
     if made is not None and (rings or isinstance(w, Float8)):
@@ -84,7 +126,7 @@ def scattered_matmul(
         # bits.
         y, made = made.of(y), None
     if rings or made is not None or isinstance(w, Float8) or is_staged(_spec(w)):
-        return _scattered(rings, residual, made, y, *differentiable(w))
+        return _scattered(rings, residual, made, y, *differentiable(w, frozen=frozen))
     outputs = "NMO"[: w.ndim - 1]
     parts = jnp.einsum(f"BT{outputs},D{outputs}->BTD", y, w, out_sharding=partial_spec(residual))
     return scatter_tokens(parts, residual)
@@ -114,13 +156,13 @@ def _gathered(rings: bool, residual: P, x: jax.Array, w: Factor, stand_in: jax.A
 
 def _gathered_forward(rings: bool, residual: P, x: jax.Array, w: Factor, stand_in: Any) -> tuple[jax.Array, Any]:
     y, whole = _gather(rings, as_factor(x, w), w)
-    return y, (whole, w)
+    return y, (None if stand_in is None else whole, w)
 
 
-def _gathered_backward(rings: bool, residual: P, kept: Any, d_y: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+def _gathered_backward(rings: bool, residual: P, kept: Any, d_y: jax.Array) -> tuple[jax.Array, None, jax.Array | None]:
     whole, w = kept
     factor = as_gradient(d_y, w)
-    return _scatter(rings, residual, factor, w), None, _weight_gradient(whole, factor, w)
+    return _scatter(rings, residual, factor, w), None, None if whole is None else _weight_gradient(whole, factor, w)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
@@ -137,17 +179,18 @@ def _scattered_forward(
     rings: bool, residual: P, made: Made | None, y: jax.Array, w: Factor, stand_in: Any
 ) -> tuple[jax.Array, Any]:
     factor = as_factor(y if made is None else made.of(y), w)
-    return _scatter(rings, residual, factor, w), (factor if made is None else y, w)
+    kept = y if made is not None else None if stand_in is None else factor
+    return _scatter(rings, residual, factor, w), (kept, w, None if stand_in is None else w)
 
 
 def _scattered_backward(
     rings: bool, residual: P, made: Made | None, kept: Any, d_x: jax.Array
-) -> tuple[jax.Array, None, jax.Array]:
-    y, w = kept
+) -> tuple[jax.Array, None, jax.Array | None]:
+    y, w, trained = kept
     d_y, whole = _gather(rings, as_gradient(d_x, w), w)
     if made is not None:
         y, d_y = made.with_gradient(y, d_y)
-    return d_y, None, _weight_gradient(whole, y, w)
+    return d_y, None, None if trained is None else _weight_gradient(whole, y, trained)
 
 
 _scattered.defvjp(_scattered_forward, _scattered_backward)

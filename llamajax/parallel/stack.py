@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from llamajax.parallel.arrays import after
 from llamajax.parallel.host_memory import DEVICE, HOST, moved
 from llamajax.parallel.saved_values import Kept, Names, Policy, joined, marked, noting, parted, unmarked
-from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand_ins, with_stand_ins
+from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand_ins, trained_only, with_stand_ins
 
 Part = Callable[[Any, Any, Any], Any]
 """A part of a layer: a function from its gathered weights, the activations and data shared by all layers to the next
@@ -257,7 +257,7 @@ class Stack:
 
     def reduced(self, stored: Any, d_weights: Any) -> Any:
         """Returns the gradients of a layer's weights as stored, from the unreduced gradients of the gathered weights."""
-        _, pull_back = jax.vjp(partial(gathered, dtype=self.dtype), _at(stored, 0))
+        _, pull_back = jax.vjp(partial(gathered, dtype=self.dtype), _at(trained_only(stored), 0))
         (reduced,) = pull_back(d_weights)
         return reduced
 
@@ -356,7 +356,7 @@ def _backward(stack: Stack, residuals: Any, dx: Any) -> tuple[Any, None, Any]:
     prepared, shared, stacks, kept, weights, kept_last = residuals
     stored, first = prepared.trained
     period, is_parted, last = len(shared), _is_parted(stack, shared), _last(stored)
-    grads = jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), stored)
+    grads = jax.tree.map(lambda x: no_gradient(x, after(jnp.zeros((), x.dtype), dx)), trained_only(stored))
 
     looped = last - len(kept)
 

@@ -9,23 +9,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from llamajax.config.offload import saved_tokens
 from llamajax.parallel.sharding import as_tuple
 
 
-def by_share(run: Callable[[Any, bool], Any], x: Float[Array, "B T D"], share: float) -> Any:
+def by_share(run: Callable[[Any, bool], Any], x: Any, share: float) -> Any:
     """Returns `run(x, True)` for the first tokens of every device, joined with `run(x, False)` for its other tokens; nothing
     is sent.
 
     Args:
         run: function from some tokens, and whether their values are saved, to a tree of arrays [B, T, ...], one entry per
             token and in their order.
-        x: all tokens.
+        x: all tokens, an array [B, T, ...] or a tree of such arrays.
         share: share of the tokens whose values are saved; see `saved_tokens`.
     """
-    (B, T, *_), lies, sizes = x.shape, jax.typeof(x).sharding.spec, jax.sharding.get_abstract_mesh().shape
+    first_array = jax.tree.leaves(x)[0]
+    (B, T, *_), lies = first_array.shape, jax.typeof(first_array).sharding.spec
+    sizes = jax.sharding.get_abstract_mesh().shape
     parts = 1
     for axis in as_tuple(lies[1]):
         parts *= sizes[axis]
@@ -43,6 +44,8 @@ def by_share(run: Callable[[Any, bool], Any], x: Float[Array, "B T D"], share: f
     def merged(x: jax.Array, like: jax.Array) -> jax.Array:
         return jax.lax.reshape(x, (B, parts * x.shape[2], *x.shape[3:]), out_sharding=jax.typeof(like).sharding.spec)
 
-    of_parts = by_part(x)
-    saved, others = run(merged(of_parts[:, :, :first], x), True), run(merged(of_parts[:, :, first:], x), False)
+    def some(tokens: slice) -> Any:
+        return jax.tree.map(lambda x: merged(by_part(x)[:, :, tokens], x), x)
+
+    saved, others = run(some(slice(first)), True), run(some(slice(first, None)), False)
     return jax.tree.map(lambda a, b: merged(jnp.concatenate([by_part(a), by_part(b)], axis=2), a), saved, others)

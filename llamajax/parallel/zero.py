@@ -7,7 +7,7 @@ holds it whole, nor the optimizer's moments, which are created from it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -20,8 +20,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from llamajax.config.parallel import axes_of
+from llamajax.config.quantized import QuantizedForm
 from llamajax.parallel import host_memory
 from llamajax.parallel.float8 import Factor, Float8, moved, rounded
+from llamajax.parallel.quantized import Quantized, dequantize, quantize
 from llamajax.parallel.sharding import as_tuple, axes_in, spec
 from llamajax.parallel.stages import is_staged, merge, split
 
@@ -53,7 +55,8 @@ def weight(
         late: for a weight that is read as stored: always sum its gradients at the end of the step, all at once. For small
             weights used by `scaled`, where a wait in every layer would not pay.
     """
-    return nnx.Param(init(shape, dtype, out_sharding=spec(*stored)), compute=compute, arrange=arrange, late=late)
+    value = init(shape, dtype, out_sharding=spec(*stored))
+    return nnx.Param(value, compute=compute, arrange=arrange, late=late, frozen=False)
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +97,7 @@ def gathered(tree: Tree, dtype: DTypeLike, copies: Tree | None = None) -> Tree:
     if copies is None:
         return _gather(tree, dtype)
     copies = _gather(copies, dtype)
-    return with_stand_ins(copies, _as_if_gathered(dtype, tree, stand_ins(copies)))
+    return with_stand_ins(copies, _as_if_gathered(dtype, trained_only(tree), stand_ins(copies)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -115,7 +118,10 @@ def _gather(tree: Tree, dtype: DTypeLike) -> Tree:
             return param
         name = [key.name for key in path[:-1] if isinstance(key, jax.tree_util.GetAttrKey)]
         with jax.named_scope("/".join([*name, "gather_weight"])):
-            return _gathered(moved(partial(_laid_out, param, dtype), param[...]))
+            own = param[...]
+            if isinstance(own, Quantized):
+                return _gathered(dequantize(jax.tree.map(partial(_laid_out_frozen, param), own), dtype), frozen=True)
+            return _gathered(moved(partial(_laid_out, param, dtype), own), frozen=param.frozen)
 
     return jax.tree_util.tree_map_with_path(gather, tree, is_leaf=_is_weight)
 
@@ -127,6 +133,12 @@ def _laid_out(param: nnx.Param, dtype: DTypeLike, own: jax.Array) -> jax.Array:
     summed = token_axes() - axes_in(stacked)
     own_part = jax.reshard(own, P(*_partitions(own), reduced=summed - axes_in(_partitions(own))))
     return jax.reshard(own_part, P(*stacked, *spec(*param.compute), reduced=summed))
+
+
+def _laid_out_frozen(param: nnx.Param, own: jax.Array) -> jax.Array:
+    """Reshards an array of a quantized weight as the weight declares, so that devices send each other codes and scales."""
+    own = _arranged(param, own, own.dtype)
+    return jax.reshard(own, P(*_partitions(own)[: _num_stacked(param)], *spec(*param.compute)))
 
 
 def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTypeLike, *, num_stacked: int = 1) -> Tree:
@@ -155,10 +167,12 @@ def in_float8(layers: Tree, names: Collection[str], form: DTypeLike, dtype: DTyp
 
 def stand_ins(copies: Tree) -> Tree:
     """Returns the arrays that receive the gradients of gathered weights: the weights themselves, or, for eight-bit weights,
-    zeros that are never created."""
+    zeros that are never created; None for frozen weights."""
 
-    def stand_in(param: nnx.Param) -> nnx.Param:
+    def stand_in(param: nnx.Param) -> nnx.Param | None:
         copy = param[...]
+        if param.frozen:
+            return None
         if not isinstance(copy, Float8):
             return param
         lies = jax.typeof(copy.values).sharding.spec
@@ -171,8 +185,10 @@ def stand_ins(copies: Tree) -> Tree:
 def with_stand_ins(copies: Tree, stand_ins: Tree) -> Tree:
     """Returns the copies for compute, linked so that their `stand_ins` get the gradients."""
 
-    def join(param: nnx.Param, stand_in: nnx.Param) -> nnx.Param:
+    def join(param: nnx.Param, stand_in: nnx.Param | None) -> nnx.Param:
         copy = param[...]
+        if stand_in is None:
+            return param
         if not isinstance(copy, Float8):
             return stand_in
         return _gathered(dataclasses.replace(copy, stand_in=stand_in[...]))
@@ -180,8 +196,42 @@ def with_stand_ins(copies: Tree, stand_ins: Tree) -> Tree:
     return jax.tree.map(join, copies, stand_ins, is_leaf=_is_weight)
 
 
-def _gathered(copy: Factor) -> nnx.Param:
-    return nnx.Param(copy, compute=None, arrange=None, late=False)
+def as_frozen(tree: Tree) -> Tree:
+    """Returns the weights marked as frozen: the backward pass computes no gradients for them."""
+
+    def mark(param: nnx.Param) -> nnx.Param:
+        return nnx.Param(param[...], compute=param.compute, arrange=param.arrange, late=param.late, frozen=True)
+
+    return jax.tree.map(mark, tree, is_leaf=_is_weight)
+
+
+def as_quantized(tree: Tree, form: QuantizedForm, dims: Mapping[str, int], *, double: bool, num_stacked: int) -> Tree:
+    """Returns the weights with matrices in codes and scales.
+
+    Args:
+        tree: frozen weights.
+        form: format of the codes.
+        dims: dim of the inputs of each matrix to quantize, by its attribute name.
+        double: see `quantize`, and `num_stacked` too.
+        num_stacked: see `double`.
+    """
+
+    def narrow(path: tuple[Any, ...], param: nnx.Param) -> nnx.Param:
+        name = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-1]
+        if name not in dims:
+            return param
+        return with_value(param, quantize(param[...], form, dims[name], num_stacked=num_stacked, double=double))
+
+    return jax.tree_util.tree_map_with_path(narrow, tree, is_leaf=_is_weight)
+
+
+def trained_only(tree: Tree) -> Tree:
+    """Returns the weights with None for frozen ones."""
+    return jax.tree.map(lambda param: None if param.frozen else param, tree, is_leaf=_is_weight)
+
+
+def _gathered(copy: Factor, *, frozen: bool = False) -> nnx.Param:
+    return nnx.Param(copy, compute=None, arrange=None, late=False, frozen=frozen)
 
 
 def split_over(tree: Tree, further: tuple[str, ...]) -> Tree:
@@ -189,6 +239,8 @@ def split_over(tree: Tree, further: tuple[str, ...]) -> Tree:
     sizes = jax.sharding.get_abstract_mesh().shape
 
     def split(param: nnx.Param) -> nnx.Param:
+        if isinstance(param[...], Quantized):
+            return param  # its blocks stay whole
         entries = list(map(as_tuple, _partitions(param[...])))
         for dim, axes in enumerate(entries):
             parts = math.prod(sizes[axis] for axis in (*further, *axes))
@@ -211,7 +263,7 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
     left_open = frozenset(axis for axis in left_open if sizes[axis] > 1)
 
     def join(param: nnx.Param) -> nnx.Param:
-        if param.compute is None:
+        if param.compute is None or isinstance(param[...], Quantized):
             return param
         stored = _partitions(param[...])
         if not left_open - axes_in(stored) and not any(sizes[axis] > 1 for axis in axes_in(stored) & set(DATA)):
@@ -219,7 +271,7 @@ def whole_over_data(tree: Tree, dtype: DTypeLike, *, left_open: Collection[str] 
         entries = P(*(tuple(axis for axis in as_tuple(entry) if axis not in DATA) for entry in stored))
         own = _arranged(param, jax.reshard(param[...].astype(dtype), entries), dtype)
         own_part = jax.reshard(own, P(*_partitions(own), reduced=left_open - axes_in(_partitions(own))))
-        return nnx.Param(own_part, compute=param.compute, arrange=None, late=False)
+        return nnx.Param(own_part, compute=param.compute, arrange=None, late=False, frozen=param.frozen)
 
     return jax.tree.map(join, tree, is_leaf=_is_weight)
 
@@ -236,10 +288,8 @@ def summed_late(tree: Tree) -> Tree:
     return jax.tree.map(lay_out, tree, is_leaf=_is_weight)
 
 
-@jax.custom_vjp
 def scaled(x: Float[Array, "*dims D"], scale: Float[Array, "*p D"]) -> Float[Array, "*dims D"]:
-    """Multiplies x by a `late` weight, or by that of every stage; its gradient stays unreduced where the weight was marked
-    as reduced."""
+    """Multiplies x by a weight that gets no gradient, or by that of every stage."""
     lies = jax.typeof(scale).sharding.spec
     plain = jax.reshard(scale, P(*lies.partitions)) if lies.reduced else scale
     if is_staged(lies):
@@ -256,7 +306,10 @@ def _scaled_back(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tu
     return scaled(d_out, scale), d_scale
 
 
-scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_back)
+scaled_late = jax.custom_vjp(scaled)
+"""Multiplies x by a `late` weight, or by that of every stage; its gradient stays unreduced where the weight was marked as
+reduced."""
+scaled_late.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_back)
 
 
 def no_gradient(x: jax.Array, zero: jax.Array) -> jax.Array:
@@ -279,7 +332,7 @@ def token_axes() -> frozenset[str]:
 
 def with_value(param: nnx.Param, value: Factor) -> nnx.Param:
     """Returns a weight with another value and the same declarations."""
-    return nnx.Param(value, compute=param.compute, arrange=param.arrange, late=param.late)
+    return nnx.Param(value, compute=param.compute, arrange=param.arrange, late=param.late, frozen=param.frozen)
 
 
 def _is_weight(node: Any) -> bool:

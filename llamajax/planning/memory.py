@@ -88,7 +88,7 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     """Returns the memory of a compiled step; `module` is its parsed `hlo`."""
     buffers = step.buffers
     config = step.run.config
-    namer = Namer(module, buffers.arguments, config.train.is_frozen, StageArrays.of(config, step.run.mesh))
+    namer = Namer(module, buffers.arguments, config.is_frozen, StageArrays.of(config, step.run.mesh))
     alive = sorted((*buffers.arguments, *buffers.peak), key=lambda buffer: -buffer.size)
     tensors = tuple(PeakTensor(buffer, *namer.tell(buffer)) for buffer in alive)
     by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))

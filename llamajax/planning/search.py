@@ -100,8 +100,7 @@ def _scaled(config: Config, key: str, value: int) -> Changes:
     if new == old:
         return {}
     # The same number of tokens for all, so that their days and prices are comparable.
-    budget = config.hardware.token_budget or float(config.tokens_after(config.train.num_steps))
-    changes: Changes = {"hardware.token_budget": budget}
+    changes: Changes = {"hardware.token_budget": config.planned_tokens}
     sizes = {"mesh.fsdp": mesh_sizes(config)["fsdp"], "train.global_batch_size": config.train.global_batch_size}
     for scaled_key, size in sizes.items():
         if size * new % old:

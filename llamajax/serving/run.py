@@ -49,7 +49,7 @@ def run(config: ServeConfig) -> None:
     listener = bind(config.host, config.port)  # before all that takes long
     startup.connect(config.mesh, DistributedConfig())
     compilation_cache.start("auto", say)
-    found = {name: open_pretrained(Path(path).expanduser()) for name, path in config.models.items()}
+    found = {name: open_pretrained(path) for name, path in config.models.items()}
     types = {name: choose_types(config, pretrained.config) for name, pretrained in found.items()}
     first = next(iter(types.values()))
     jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, first, jax.device_count())))

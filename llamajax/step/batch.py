@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from llamajax.errors import DataError
+from llamajax.parallel.arrays import mixed
 from llamajax.parallel.sharding import spec
 
 Batch = dict[str, jax.Array]
@@ -15,6 +17,16 @@ FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
 IGNORE = -1
 """Target of a token that is not counted: padding, or the last token of a document."""
+
+
+def token_seeds(seed: int, step: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns a number for every token of a step, uint32 [A, B, T] like `tokens`; the same on every mesh and for any number
+    of micro-batches."""
+    place, lies = jnp.uint32(0), jax.typeof(tokens).sharding.spec
+    for dim, size in enumerate(tokens.shape):
+        index = jax.reshard(jnp.arange(size, dtype=jnp.uint32), jax.P(lies[dim]))
+        place = place * jnp.uint32(size) + jnp.expand_dims(index, [other for other in range(3) if other != dim])
+    return mixed(mixed(place, step.astype(jnp.uint32)), jnp.uint32(seed))
 
 
 def check_ids(ids: np.ndarray | Sequence[int], vocab_size: int, where: str, remedy: str) -> None:

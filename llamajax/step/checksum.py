@@ -4,6 +4,8 @@ Every update of an array that several devices hold comes from one reduction, wit
 copies stay equal, bit for bit, unless memory, a link or a compute unit silently changes one of them.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, Shaped, UInt32
 
-from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.arrays import mixed, named_arrays
 from llamajax.parallel.host_memory import total
 from llamajax.parallel.sharding import axes_in
 
@@ -60,6 +62,30 @@ def checksums(arrays: Sequence[jax.Array]) -> UInt32[Array, "devices arrays"]:
     return jax.shard_map(on_device, in_specs=(lie,), out_specs=P(), check_vma=False)(words)
 
 
+def fingerprint(tree: Any) -> str:
+    """Returns a hash of names, types, shapes and bits of all arrays; the same on every mesh. All processes call this
+    together."""
+    arrays = named_arrays(tree)
+    sums = np.asarray(_sums(list(arrays.values())))
+    about = [[name, x.dtype.name, list(x.shape), int(total)] for (name, x), total in zip(arrays.items(), sums, strict=True)]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+@jax.jit
+def _sums(arrays: Sequence[jax.Array]) -> UInt32[Array, "arrays"]:
+    """Returns a checksum of every whole array, see `_checksum`."""
+
+    def of_whole(x: jax.Array) -> jax.Array:
+        place = jnp.zeros(x.shape, jnp.uint32, out_sharding=jax.typeof(x).sharding.spec)
+        for dim, size in enumerate(x.shape):
+            lies = P(jax.typeof(x).sharding.spec[dim])
+            index = jax.reshard(jnp.arange(size, dtype=jnp.uint32), lies)
+            place = place * jnp.uint32(size) + jnp.expand_dims(index, [other for other in range(x.ndim) if other != dim])
+        return jnp.sum(mixed(_words(x), place), dtype=jnp.uint32)
+
+    return jnp.stack([of_whole(x) for x in arrays])
+
+
 def differing(table: np.ndarray, held_by: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
     """Returns for each array the positions of the devices with other contents than most holders of the same part. Where no
     checksum has a majority, as with two differing holders, it returns all holders. Arrays that are equal everywhere are left
@@ -87,14 +113,13 @@ def _checksum(x: Shaped[Array, "..."], first: jax.Array | int) -> UInt32[Array, 
     and therefore the sum, for certain. Words that change places, or several that change at once, go unnoticed once in 2^32
     times.
     """
+    words = _words(x).reshape(-1)
+    place = jnp.uint32(first) + jax.lax.iota(jnp.uint32, words.size)
+    return jnp.sum(mixed(words, place), dtype=jnp.uint32)
+
+
+def _words(x: Shaped[Array, "*dims"]) -> UInt32[Array, "*dims"]:
+    """Returns the bits of each number as a word."""
     assert x.dtype.itemsize <= 4
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = x if x.dtype == jnp.bool else jax.lax.bitcast_convert_type(x, unsigned)
-    words = bits.reshape(-1).astype(jnp.uint32)
-    place = jnp.uint32(first) + jax.lax.iota(jnp.uint32, words.size)
-    # Positions an odd number apart, then the last steps of MurmurHash3, which spread every bit (Appleby, 2011, public
-    # domain).
-    mixed = words ^ (place * jnp.uint32(0x9E3779B1))
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+    return (x if x.dtype == jnp.bool else jax.lax.bitcast_convert_type(x, unsigned)).astype(jnp.uint32)

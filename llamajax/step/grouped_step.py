@@ -349,7 +349,7 @@ class _Passes:
     def _shared(self, weights: Weights, batch: Batch, number: jax.Array) -> tuple[Rows, ...]:
         """Returns the rows' data for each kind of layer, from the first layer's on."""
         ids, form = _pick(batch, number), self.config.parallel.sequence
-        rows = weights.trained.rows(ids["tokens"], ids["segment_ids"], ids["positions"], sequence=form)
+        rows = weights.trained.rows(ids["tokens"], ids["segment_ids"], ids["positions"], ids.get("seeds"), sequence=form)
         return *rows[self.kind :], *rows[: self.kind]
 
 

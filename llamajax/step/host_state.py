@@ -123,7 +123,7 @@ def create(
         if (table := getattr(weights, name)) is not None:
             table = split(table)
             setattr(weights, name, with_value(table, _sent(table[...], (name, MASTER) in away)))
-    trained: Any = partition(config.train, weights)[0]  # optax's types know dicts and tuples only
+    trained: Any = partition(config, weights)[0]  # optax's types know dicts and tuples only
     names = [name for name, node in _named_weights(trained).items() if node is not None]
     of_layers = {name for name in names if name.startswith("layers.")}
 

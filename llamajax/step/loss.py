@@ -8,7 +8,7 @@ gradients, so the logits are computed once, and the head needs three matmuls per
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ def loss_fn(
     Args:
         weights: the Llama, prepared or as stored.
         batch: `tokens`, `targets`, `segment_ids` and `positions`, each int32 [B, T]; a target of `IGNORE` is not counted.
+            `seeds`, uint32 [B, T], where adapters drop inputs.
         z_loss_weight: weight of the squared log-partition function, which keeps logits small (PaLM, arXiv:2204.02311).
         parallel: the forms in which devices share the work.
         remat: see `Llama.hidden`.
@@ -66,7 +67,8 @@ def loss_fn(
     """
     weights = _with_ends_apart(weights)
     model, rows = weights.trained, (batch["tokens"], batch["segment_ids"], batch["positions"])
-    hidden, auxiliary = model.hidden(*rows, parallel=parallel, remat=remat, offload=offload, copies=weights.copies)
+    forms: Any = {"parallel": parallel, "remat": remat, "offload": offload, "seeds": batch.get("seeds")}
+    hidden, auxiliary = model.hidden(*rows, copies=weights.copies, **forms)
     targets = laid_out(batch["targets"], parallel.sequence)  # in the order of the hidden states; a sum has no order
     with jax.named_scope("loss"):
         output = weights.part(Llama.output_weight)

@@ -351,7 +351,9 @@ class _Stages:
         return by_stage(pick, tick, self.batch, out_specs=dict.fromkeys(self.batch, spec("batch", "seq")))
 
     def _rows(self, ids: Batch) -> tuple[Rows, ...]:
-        return self.model.rows(ids["tokens"], ids["segment_ids"], ids["positions"], sequence=self.parallel.sequence)
+        return self.model.rows(
+            ids["tokens"], ids["segment_ids"], ids["positions"], ids.get("seeds"), sequence=self.parallel.sequence
+        )
 
     def _embedded(self, ids: Batch) -> Activations:
         """Returns the first layer's input. All stages look their tokens up, and only the first one uses them: a lookup takes

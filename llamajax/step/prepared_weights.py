@@ -47,8 +47,12 @@ def in_slots(model: Llama, chunks: int, dtype: DTypeLike, counts: Sequence[int] 
     table = np.array(layers_of_stages(model.config.num_layers, num_stages(), chunks, counts))
 
     def slots_of(param: nnx.Param) -> list[nnx.Param]:
-        stored = param[...] if param.compute is None else param[...].astype(dtype)
-        return [with_value(param, own) for own in exchange(stored, table)]
+        stored = param[...]
+        if param.compute is not None and isinstance(stored, jax.Array):
+            stored = stored.astype(dtype)
+        arrays, tree = jax.tree.flatten(stored)
+        slots = zip(*(exchange(array, table) for array in arrays), strict=True)
+        return [with_value(param, tree.unflatten(own)) for own in slots]
 
     weights, tree = jax.tree.flatten(model.layers, is_leaf=lambda node: isinstance(node, nnx.Param))
     slots = list(map(slots_of, weights))

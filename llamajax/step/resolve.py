@@ -39,6 +39,9 @@ MAX_UNROLLED = 40
 """Limit of layers in a program without a loop over them, where a layer counts once per step of a ring through it. With more
 layers XLA compiles for minutes."""
 
+ADAPTED = 4
+"""Layers without adapters that take as long to compile as one with them, which has three times as many products."""
+
 LEAST_TOKENS = 2048
 """Least number of tokens that a device multiplies while it passes as many on; with fewer, small matmuls and hops cost more
 than they hide."""
@@ -222,7 +225,8 @@ def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) ->
         return given
     shards, is_alone = num_parts("embed", axes), num_parts("micro_batch", axes) * num_parts("seq", axes) == 1
     num_layers = config.model.num_layers
-    form: StackForm = "unrolled" if num_layers * _ring_length(config, axes) <= MAX_UNROLLED else "prefetch"
+    bodies = num_layers * _ring_length(config, axes) * (ADAPTED if config.adapters.enabled else 1)
+    form: StackForm = "unrolled" if bodies <= MAX_UNROLLED else "prefetch"
     if is_alone and away is not None:
         form = "prefetch"  # written out, XLA keeps the gradients of many layers before it stacks them
     elif is_alone and form == "prefetch":

@@ -123,7 +123,7 @@ class Stage:
 
     def _rows(self, model: Llama, ids: Batch) -> tuple[Rows, ...]:
         form = self.config.parallel.sequence
-        return model.rows(ids["tokens"], ids["segment_ids"], ids["positions"], sequence=form)
+        return model.rows(ids["tokens"], ids["segment_ids"], ids["positions"], ids.get("seeds"), sequence=form)
 
     def _weights(self, stack: Stack, weights: Weights, slot: int) -> tuple[Any, ...]:
         layers: Any = weights.used.layers

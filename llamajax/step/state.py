@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from llamajax.config.parallel import axes_of
 from llamajax.config.run import Config
 from llamajax.model import Llama
+from llamajax.model.adapters import quantized_layers
 from llamajax.parallel.arrays import concretise, named_arrays
 from llamajax.parallel.sharding import axes_in
 from llamajax.parallel.stages import STAGE, num_stages
-from llamajax.parallel.zero import DATA, split_over
+from llamajax.parallel.zero import DATA, as_frozen, split_over, trained_only
 from llamajax.step import host_state
 from llamajax.step.frozen import combine, partition
 from llamajax.step.optim import make_optimizer
@@ -47,9 +48,9 @@ class TrainState:
         """Returns the weights to compute with: copies where there are some, master weights otherwise."""
         return self.model if self.copies is None else combine(self.copies, self.model)
 
-    def without_copies(self) -> "TrainState":
-        """Returns the state as checkpoints hold it."""
-        return dataclasses.replace(self, copies=None)
+    def as_saved(self) -> "TrainState":
+        """Returns the state as checkpoints hold it: without copies, and without frozen weights that adapters add to."""
+        return dataclasses.replace(self, model=trained_only(self.model), copies=None)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -72,8 +73,12 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
         split = partial(split_over, further=DATA if config.parallel.zero_data == 1 else ())
         weights, opt_state = host_state.create(config, make_optimizer(*of_run, whole=False), model_key, model, split)
     else:
-        weights = _split_further(config, Llama(config.model, model_key) if model is None else model)
-        trained: Any = partition(config.train, weights)[0]  # optax's types know dicts and tuples only
+        weights = drawn(config, model_key) if model is None else model
+        if config.adapters.enabled:
+            key = jax.random.fold_in(model_key, 1)
+            weights = as_frozen(weights).with_adapters(config.adapters, config.model.param_dtype, key)
+        weights = _split_further(config, weights)
+        trained: Any = partition(config, weights)[0]  # optax's types know dicts and tuples only
         opt_state = make_optimizer(*of_run).init(trained)
     state = TrainState(
         step=zero, model=weights, opt_state=opt_state, rng=rng, skipped_steps=zero, skipped_in_a_row=zero
@@ -81,7 +86,14 @@ def init_state(config: Config, model: Llama | None = None) -> TrainState:
     return dataclasses.replace(state, copies=_copies(config, weights))
 
 
+def with_base(config: Config, state: TrainState, base: Llama) -> TrainState:
+    """Returns the state from a checkpoint of adapters with the frozen weights, which are donated."""
+    return dataclasses.replace(state, model=combine(state.model, init_state(config, base).model))
+
+
 def _copies(config: Config, model: Llama) -> Llama | None:
+    if not config.offload.state_share:
+        return None
     return host_state.copies(model, config.model.compute_dtype, on_host=config.offload.parameters == "all")
 
 
@@ -100,9 +112,17 @@ def _split_further(config: Config, model: Llama) -> Llama:
     return split
 
 
+def drawn(config: Config, key: jax.Array) -> Llama:
+    """Returns random weights, without adapters, as they are stored."""
+    model = Llama(config.stored_model, key)
+    if config.adapters.is_quantized:
+        model.layers = quantized_layers(config.adapters, model.layers, num_stacked=1)
+    return model
+
+
 def abstract_model(config: Config) -> Llama:
     """Returns the weights that a run may start from as `jax.ShapeDtypeStruct`, each in the memory where it waits."""
-    shapes = jax.eval_shape(partial(Llama, config.model), jax.random.key(0))
+    shapes = jax.eval_shape(partial(drawn, config), jax.random.key(0))
     return concretise(shapes, host_state.places(config, [f"model.{name}" for name in named_arrays(shapes)]))
 
 

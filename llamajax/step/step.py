@@ -15,9 +15,9 @@ from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.host_memory import added, cast, is_on_host, total
 from llamajax.parallel.stages import num_stages
-from llamajax.parallel.zero import PreparedWeights, no_gradient, whole_over_data
+from llamajax.parallel.zero import PreparedWeights, as_frozen, no_gradient, whole_over_data
 from llamajax.step import host_state, pipeline
-from llamajax.step.batch import IGNORE, Batch
+from llamajax.step.batch import IGNORE, Batch, token_seeds
 from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
 from llamajax.step.optim import learning_rate, make_optimizer
@@ -79,8 +79,8 @@ class Prepared(NamedTuple):
 
 def begin(config: Config, model: Llama) -> Prepared:
     """Prepares the weights of a step."""
-    trained, frozen = partition(config.train, model)
-    own, fixed = prepare(config, trained), prepare(config, frozen)
+    trained, frozen = partition(config, model)
+    own, fixed = prepare(config, trained), as_frozen(prepare(config, frozen))
     own_copies = copies(config, combine(own, fixed))
     # Of float32 weights, so that gradients are not rounded where they need not travel.
     width = config.offload.gradient_dtype if config.offload.state_share else "float32"
@@ -141,6 +141,8 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
         The next state, and scalars: the metrics of `summed_gradients`, `grad_norm` (before clipping), `learning_rate`,
             `skipped_steps`, `skipped_in_a_row`.
     """
+    if run.config.adapters.enabled and run.config.adapters.dropout:
+        batch |= {"seeds": token_seeds(run.config.seed, state.step, batch["tokens"])}
     metrics, sums = summed_gradients(run, state.weights, batch)
     count = jnp.maximum(metrics["tokens"], 1)
     state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], divisor=count)
@@ -153,7 +155,7 @@ def apply_gradients(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Clips and applies gradients, once they are divided by `divisor`. Gradients that are not finite, or that come from no
     tokens, are counted and leave weights and optimizer state unchanged."""
-    trained, frozen = partition(config.train, state.model)
+    trained, frozen = partition(config, state.model)
     chex.assert_trees_all_equal_shapes(grads, trained)
     is_away = host_state.is_away(trained, state.opt_state)
     if not is_away:  # otherwise rounded gradients would be rounded again; their update divides them

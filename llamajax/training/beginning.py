@@ -10,12 +10,16 @@ from llamajax.checkpoint.read import Found, Restored, find_arrays
 from llamajax.checkpoint.retention import check_room
 from llamajax.checkpoint.steps import good_step, latest_step
 from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.hub import is_on_hub
 from llamajax.config.run import Config
 from llamajax.data.rows.position import PassedOver
 from llamajax.data.tokens.tokenize_run import look_at_data
+from llamajax.errors import CheckpointError
 from llamajax.parallel.arrays import concretise
 from llamajax.processes.peers import of_first
-from llamajax.step.state import TrainState, abstract_model, init_state, with_copies
+from llamajax.step.checksum import fingerprint
+from llamajax.step.frozen import partition
+from llamajax.step.state import TrainState, abstract_model, init_state, with_base, with_copies
 from llamajax.training.loop import Start
 from llamajax.training.resume import check_settings
 from llamajax.training.rollback import agreed, read_passed_over
@@ -35,7 +39,7 @@ class Beginning:
     passed_over: tuple[PassedOver, ...]
     """Rows that the run skips."""
     pretrained: Pretrained | None
-    """Model that supplies the weights of a new run; None: they are random."""
+    """Model that supplies the weights of a new run, or those that adapters add to; None: they are random."""
     origin: Origin
     """Tokenizer and files that the run takes over from its initial weights, or from its checkpoint."""
 
@@ -44,34 +48,63 @@ class Beginning:
         if self.found is not None:
             return f"resuming at step {self.found.step}{self.found.place}"
         if self.pretrained is not None:
-            return f"from {self.pretrained.about}{self.pretrained.changed_by(config.model)}"
+            return f"from {self.pretrained.about}"
         return f"from scratch, seed {config.seed}"
 
     def start_from(
         self, restored: Restored[TrainState] | None, config: Config, passed_over: tuple[PassedOver, ...]
     ) -> Start:
         """Returns the start of the loop: after a checkpoint that was read, or with the weights of a new run."""
-        if restored is not None:
-            state = with_copies(config, restored.state)
-            return Start(state, restored.step, passed_over, restored.meta.get("recent_losses", ()))
-        assert config.init_from is None or self.pretrained, "a resumed run has a checkpoint to go back to"
-        model = None if self.pretrained is None else load_model(self.pretrained, config.model, abstract_model(config))
-        return Start(init_state(config, model), passed_over=passed_over)
+        assert restored is not None or config.init_from is None or self.pretrained, (
+            "a resumed run has a checkpoint to go back to"
+        )
+        given = None if self.pretrained is None else load_model(self.pretrained, config.stored_model, abstract_model(config))
+        if restored is None:
+            state, step, losses = init_state(config, given), 0, ()
+        else:
+            state = restored.state if given is None else with_base(config, restored.state, given)
+            state, step = with_copies(config, state), restored.step
+            losses = restored.meta.get("recent_losses", ())
+        if not config.adapters.enabled:
+            return Start(state, step, passed_over, losses)
+        base = fingerprint(partition(config, state.model)[1])
+        if restored is not None and restored.meta.get("base") != base:
+            raise CheckpointError(
+                f"init_from: {config.init_from} holds other weights than those that the adapters in {config.run_dir} were"
+                " trained beside; name these, or choose another run_dir"
+            )
+        return Start(state, step, passed_over, losses, base)
+
+
+def with_commit(config: Config, run_dir: Path) -> Config:
+    """Returns a new run with the commit of the weights on the Hub that it starts from; all processes call this together.
+
+    A run that resumes has it from its checkpoint (`llamajax.config.inherited`).
+
+    Raises:
+        ConfigError, DiskError: see `llamajax.config.hub.pin`.
+    """
+    if config.init_from is None or not is_on_hub(config.init_from) or of_first(latest_step(run_dir)) is not None:
+        return config
+    from llamajax.weights.download import pinned  # takes a second to import
+
+    return config.changed({"init_from": pinned(config.init_from)})
 
 
 def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
-    """Opens the model that supplies the weights of a new run; it must match the configuration.
+    """Opens the model that supplies the weights of a new run, or those that adapters add to; it must match the
+    configuration.
 
     Returns:
-        The model; None if the run resumes or draws random weights.
+        The model; None if a checkpoint has all weights, or if they are random.
 
     Raises:
         UserError: see `open_pretrained` and `Pretrained.check`.
     """
-    if config.init_from is None or of_first(latest_step(run_dir)) is not None:
+    if config.init_from is None or (not config.adapters.enabled and of_first(latest_step(run_dir)) is not None):
         return None
-    pretrained = open_pretrained(Path(config.init_from))
-    pretrained.check(config.model, config.init_changes)
+    pretrained = open_pretrained(config.init_from)
+    pretrained.check(config.stored_model, config.init_changes)
     return pretrained
 
 
@@ -93,7 +126,7 @@ def find_beginning(
     """
     run_dir = Path(config.run_dir).expanduser()
     passed_over = read_passed_over(run_dir, checkpointer)
-    found = checkpointer.find(abstract.without_copies(), passed_over=passed_over)
+    found = checkpointer.find(abstract.as_saved(), passed_over=passed_over)
     if found is not None:
         passed_over = agreed(run_dir, passed_over, found)
     origin = _look(asked, config, abstract, found, pretrained)
@@ -105,7 +138,7 @@ def check_beginning(asked: Config, config: Config, abstract: TrainState, pretrai
     together."""
     run_dir, found = Path(config.run_dir).expanduser(), None
     if of_first(latest_step(run_dir)) is not None:
-        found = find_arrays(good_step(run_dir / "checkpoints"), concretise(abstract.without_copies()), partial=False)
+        found = find_arrays(good_step(run_dir / "checkpoints"), concretise(abstract.as_saved()), partial=False)
     origin = _look(asked, config, abstract, found, pretrained)
     look_at_data(config, origin.tokenizer, console.log)
 
@@ -115,8 +148,8 @@ def _look(
 ) -> Origin:
     if found is not None:
         check_settings(asked, found)
-    if found is None or found.step < config.train.num_steps:
-        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract.without_copies()))
+    if found is None or not config.train.num_steps or found.step < config.train.num_steps:
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract.as_saved()))
         check_room(Path(config.run_dir).expanduser(), num_bytes)
-    source = found if pretrained is None else pretrained
+    source = pretrained if found is None else found
     return Origin() if config.init_from is None or source is None else take_along(source.files, source.hf)

@@ -38,6 +38,8 @@ class Start:
     """Rows that the run skips."""
     recent_losses: Sequence[float] = ()
     """Losses that the next ones are compared with; see `BadSteps`."""
+    base: str | None = None
+    """`fingerprint` of the frozen weights that adapters add to; None: all weights are in the state's checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ class _Progress:
         """Starts at `start`; the first step uses up its state. `of_stages` is the data of each stage."""
         self.state, self.step = start.state, start.step
         self._trainer, self._writer, self._loader, self._of_stages = trainer, writer, loader, of_stages
-        self._config, self._passed_over = trainer.config, start.passed_over
+        self._config, self._passed_over, self._base = trainer.config, start.passed_over, start.base
         self._bad_steps = BadSteps(trainer.config, start.recent_losses, len(start.passed_over))
         # Below `step` if the run resumes from a local disk, which may be lost.
         self._saved_step = trainer.checkpointer.newest or 0
@@ -258,17 +260,28 @@ class _Progress:
 
     def _contents(self) -> tuple[int, TrainState, dict[str, Any], Mapping[str, bytes]]:
         """Returns the contents of a checkpoint: step, state, metadata and files."""
-        return self.step, self.state.without_copies(), self._meta(), self._trainer.files
+        return self.step, self.state.as_saved(), self._meta(), self._trainer.files
 
     def _meta(self) -> dict[str, Any]:
-        position, meta = position_meta(self._config, self.step, self._passed_over), self._trainer.meta
-        return meta | {"data": position | meta["data"], "recent_losses": self._bad_steps.recent_losses}
+        meta = meta_after(self._config, self.step, self._trainer.meta, self._passed_over, self._base)
+        return meta | {"recent_losses": self._bad_steps.recent_losses}
 
 
-def position_meta(config: Config, step: int, passed_over: Sequence[PassedOver]) -> dict[str, Any]:
-    """Returns what a checkpoint says about the data position of the run after `step` steps."""
-    return {
+def meta_after(
+    config: Config, step: int, meta: dict[str, Any], passed_over: Sequence[PassedOver], base: str | None
+) -> dict[str, Any]:
+    """Returns the metadata of a checkpoint after `step` steps.
+
+    Args:
+        config: the run.
+        step: number of finished steps.
+        meta: metadata that does not depend on the step.
+        passed_over: rows that the run skips.
+        base: see `Start.base`.
+    """
+    position = {
         "position": next_row(step, config.train.rows_after, passed_over),
         "tokens": config.tokens_after(step),
         "passed_over": [dataclasses.asdict(window) for window in passed_over],
     }
+    return {**meta, "data": position | meta["data"], **({} if base is None else {"base": base})}

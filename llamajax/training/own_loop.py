@@ -15,7 +15,7 @@ from llamajax.data.rows.loader import Loader
 from llamajax.evaluation.held_out import evaluate
 from llamajax.step.batch import Batch
 from llamajax.step.state import TrainState
-from llamajax.training.loop import Start, Trainer, position_meta
+from llamajax.training.loop import Start, Trainer, meta_after
 from llamajax.training.run import look, prepare_trainer
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
@@ -83,9 +83,8 @@ class OwnLoop:
             SaveError: the disk fails.
         """
         step, checkpointer = int(state.step), self.trainer.checkpointer
-        meta = self.trainer.meta
-        position = position_meta(self.config, step, self.start.passed_over)
-        checkpointer.save(step, state.without_copies(), meta | {"data": position | meta["data"]}, self.trainer.files)
+        meta = meta_after(self.config, step, self.trainer.meta, self.start.passed_over, self.start.base)
+        checkpointer.save(step, state.as_saved(), meta, self.trainer.files)
         checkpointer.wait()
         return Path(self.config.run_dir).expanduser() / "checkpoints" / str(step)
 
@@ -103,11 +102,11 @@ def prepare_loop(asked: Config) -> Iterator[OwnLoop]:
     )  # neither it nor the signals are entered
     outset = look(asked, run_dir, watchdog)
     with Checkpointer(run_dir, outset.config.checkpoint, on_failure=console.say) as checkpointer:
-        trainer, beginning = prepare_trainer(asked, outset, checkpointer, StopSignal(), watchdog)
+        trainer, beginning = prepare_trainer(outset, checkpointer, StopSignal(), watchdog)
         restored = None if beginning.found is None else beginning.found.read()
         if jax.process_index() == 0:
-            write_config(asked, run_dir / "config.yaml")
-        console.log(f"start      {beginning.described(outset.config)}")
-        start = beginning.start_from(restored, outset.config, beginning.passed_over)
+            write_config(outset.asked, run_dir / "config.yaml")
+        console.log(f"start      {beginning.described(trainer.config)}")
+        start = beginning.start_from(restored, trainer.config, beginning.passed_over)
         checkpointer.go_on_from(start.step)
         yield OwnLoop(trainer, start)

@@ -88,9 +88,11 @@ def _allow(config: Config, changes: Mapping[str, str]) -> None:
 
 def _new_schedule(config: Config, changes: Mapping[str, str]) -> str:
     """Returns a note on the learning rate where its schedule depends on a number of steps that changed."""
-    optimizer, num_steps = config.optimizer, config.train.num_steps
-    if "train.num_steps" not in changes or optimizer.schedule == "constant":
+    optimizer, num_steps, num_epochs = config.optimizer, config.train.num_steps, config.train.num_epochs
+    if not {"train.num_steps", "train.num_epochs"} & changes.keys() or optimizer.schedule == "constant":
         return ""
+    if num_epochs is not None:
+        return f"; the {optimizer.schedule} schedule of the learning rate is now the one of {num_epochs:g} epochs"
     decay = f", with its decay from step {num_steps - (optimizer.decay_steps or 0):,}" if optimizer.schedule == "wsd" else ""
     return f"; the {optimizer.schedule} schedule of the learning rate is now the one of {num_steps:,} steps{decay}"
 

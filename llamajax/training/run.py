@@ -14,7 +14,9 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset, prepare
+from llamajax.data.rows.example import find_example
 from llamajax.data.rows.position import PassedOver
+from llamajax.data.rows.stages import Passes
 from llamajax.generation.completion import encode_prompt, stream_text
 from llamajax.generation.prompts import Prompt
 from llamajax.model import Llama
@@ -26,10 +28,10 @@ from llamajax.processes.exit import end_process, exit_code
 from llamajax.processes.peers import check_same_everywhere, everyones
 from llamajax.step import pinned_memory
 from llamajax.step.resolve import with_placed_state
-from llamajax.step.state import TrainState, abstract_state
+from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic
 from llamajax.training.bad_steps import GoBack
-from llamajax.training.beginning import Beginning, check_beginning, find_beginning, open_weights
+from llamajax.training.beginning import Beginning, check_beginning, find_beginning, open_weights, with_commit
 from llamajax.training.loop import Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_data
@@ -39,6 +41,7 @@ from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
 from llamajax.watch import console, startup_time
 from llamajax.watch.console import say
+from llamajax.watch.example import print_example
 from llamajax.watch.peak import peak_flops
 from llamajax.weights.pretrained import Pretrained
 
@@ -64,15 +67,15 @@ def run(asked: Config, *, dry_run: bool = False, owns_process: bool = True) -> N
     with StopSignal(ends_process=owns_process) as stop, Watchdog(limits, run_dir) as watchdog:
         outset = look(asked, run_dir, watchdog)
         if dry_run:
-            check_beginning(asked, outset.config, outset.abstract, outset.pretrained)
+            check_beginning(outset.asked, outset.config, outset.abstract, outset.pretrained)
             compile_all(outset.config, outset.abstract, watchdog)
             return
 
         in_background = functools.partial(watchdog.phase, "save")
         with Checkpointer(run_dir, outset.config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
-            trainer, beginning = prepare_trainer(asked, outset, checkpointer, stop, watchdog)
-            state, stopped = train_to_the_end(trainer, beginning, asked, outset.abstract)
+            trainer, beginning = prepare_trainer(outset, checkpointer, stop, watchdog)
+            state, stopped = train_to_the_end(trainer, beginning, outset)
             watchdog.begin("evaluate")
             if not stopped:
                 write_sample(outset.config, state, trainer.dataset)
@@ -84,6 +87,8 @@ def run(asked: Config, *, dry_run: bool = False, owns_process: bool = True) -> N
 class Outset:
     """A run that fits this machine; nothing of it is read or compiled yet."""
 
+    asked: Config
+    """The run as its user wrote it, with the commit of weights on the Hub."""
     config: Config
     """The run on these devices."""
     began: dict[str, Any]
@@ -104,6 +109,7 @@ def look(asked: Config, run_dir: Path, watchdog: Watchdog) -> Outset:
     startup.begin(asked)
     if pinned is not None:
         console.log(f"pinned     {pinned}")
+    asked = with_commit(asked, run_dir)
     fitted = elastic.fit(asked, run_dir)
     config = fitted.config
     config = with_placed_state(config, startup.lay_out(config).shape)
@@ -115,21 +121,24 @@ def look(asked: Config, run_dir: Path, watchdog: Watchdog) -> Outset:
     check_forms(config)
     if jax.default_backend() == "gpu":
         check_told(config)
-    return Outset(config=config, began=fitted.began, abstract=abstract, pretrained=open_weights(config, run_dir))
+    pretrained = open_weights(config, run_dir)
+    if pretrained is not None:
+        console.log(f"init_from  {pretrained.described}{pretrained.changed_by(config.model)}")
+    return Outset(asked=asked, config=config, began=fitted.began, abstract=abstract, pretrained=pretrained)
 
 
 def prepare_trainer(
-    asked: Config, outset: Outset, checkpointer: Checkpointer, stop: StopSignal, watchdog: Watchdog
+    outset: Outset, checkpointer: Checkpointer, stop: StopSignal, watchdog: Watchdog
 ) -> tuple[Trainer, Beginning]:
     """Finds the beginning of the run, prepares its data and compiles its steps; all processes call this together.
 
     Raises:
         UserError: checkpoint, data or disk do not allow the run.
     """
-    config = outset.config
+    asked, config = outset.asked, outset.config
     beginning = find_beginning(asked, config, outset.abstract, outset.pretrained, checkpointer)
     watchdog.begin("load")
-    dataset = prepare_data(config, beginning)
+    config, dataset = prepare_data(config, beginning)
     meta = checkpoint_meta(asked, dataset, beginning.origin.hf, outset.began)
     if beginning.found is not None:
         check_data(asked, beginning.found, meta)
@@ -149,16 +158,21 @@ def prepare_trainer(
     return trainer, beginning
 
 
-def prepare_data(config: Config, beginning: Beginning) -> Dataset:
-    """Prepares the data of the run and logs its epochs; all processes call this together.
+def prepare_data(config: Config, beginning: Beginning) -> tuple[Config, Dataset]:
+    """Prepares the data of the run and logs its steps and epochs; all processes call this together.
+
+    Returns:
+        The run with its number of steps, and its data.
 
     Raises:
-        UserError: see `prepare`; also if data differs between processes, or the sample prompt does not fit the model.
+        UserError: see `prepare`; also if data differs between processes, the sample prompt does not fit the model, or
+            `train.num_epochs` takes fewer steps than other settings need.
     """
     dataset = prepare(config, log=console.log, log_work=console.log_own, tokenizer=beginning.origin.tokenizer)
     fingerprints = repr((dataset.fingerprint, dataset.stage_fingerprints))
     same = {"data (documents or tokenizer)": fingerprints, "tokenized documents": dataset.content}
     check_same_everywhere(same)
+    config = with_steps(config, dataset.passes)
     dataset.passes.check(config.data.sources, config.train.num_steps)
     if config.sample.prompt is not None:
         encode_prompt(dataset.tokenizer, config.sample.prompt, config.data.seq_len)
@@ -167,7 +181,27 @@ def prepare_data(config: Config, beginning: Beginning) -> Dataset:
     epochs = dataset.epochs(config.train.num_steps, beginning.passed_over)
     of_sources = ", ".join(f"{n:.2f} of {key}" for key, n in epochs.items())
     console.log(f"epochs     {of_sources} in {config.train.num_steps:,} steps")
-    return dataset
+    if (example := find_example(dataset)) is not None:
+        print_example(*example)
+    return config, dataset
+
+
+def with_steps(config: Config, passes: Passes) -> Config:
+    """Returns the run with the number of steps that `train.num_epochs` takes, and logs how it comes about.
+
+    Raises:
+        ConfigError: other settings need more steps.
+    """
+    num_epochs, train = config.train.num_epochs, config.train
+    if num_epochs is None:
+        return config
+    num_steps = passes.num_steps(num_epochs)
+    rows = " or ".join(dict.fromkeys(f"{passes.rows_of(stage):,}" for stage in passes.stages))
+    sizes = (train.batch_phases[0].batch_size, train.global_batch_size)
+    per_step = " to ".join(dict.fromkeys(f"{size:,}" for size in sizes))
+    arithmetic = f"{num_epochs:g} epochs x {rows} rows / {per_step} rows per step"
+    console.log(f"steps      {arithmetic} = {num_steps:,} steps, rounded up")
+    return config.changed({"train.num_steps": num_steps, "train.num_epochs": None})
 
 
 def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tuple[Programs, Replicas]:
@@ -181,7 +215,7 @@ def compile_all(config: Config, abstract: TrainState, watchdog: Watchdog) -> tup
     return Programs(config, runs), Replicas(config.recovery, abstract)
 
 
-def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abstract: TrainState) -> tuple[TrainState, bool]:
+def train_to_the_end(trainer: Trainer, beginning: Beginning, outset: Outset) -> tuple[TrainState, bool]:
     """Trains to the last step or a request to stop; goes back to an earlier checkpoint when a step goes wrong.
 
     Returns:
@@ -192,7 +226,7 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abst
     restored = None if beginning.found is None else beginning.found.read()
     passed_over: tuple[PassedOver, ...] = beginning.passed_over
     if jax.process_index() == 0:
-        write_config(asked, Path(config.run_dir).expanduser() / "config.yaml")
+        write_config(outset.asked, Path(config.run_dir).expanduser() / "config.yaml")
     watchdog.begin("load")
     console.log(f"start      {beginning.described(config)}")
     console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
@@ -207,7 +241,7 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, asked: Config, abst
                 bad = error.with_traceback(None)  # the frames hold the state that went wrong
                 del start, restored  # they hold the state that it began with
             watchdog.begin("load")
-            restored, passed_over = go_back(bad, config, abstract.without_copies(), checkpointer, passed_over)
+            restored, passed_over = go_back(bad, config, outset.abstract.as_saved(), checkpointer, passed_over)
 
 
 def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
@@ -216,7 +250,7 @@ def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
         return
     on, model, key = jax.sharding.get_mesh(), state.weights, state.rng
     if on.shape["pipeline"] > 1:
-        on, model, key = _without_stages(state)
+        on, model, key = _without_stages(config, state)
     with jax.set_mesh(on):
         pieces = stream_text(
             whole_over_data(model, config.model.compute_dtype),
@@ -231,13 +265,13 @@ def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
         console.print_stream(config.sample.prompt, pieces)
 
 
-def _without_stages(state: TrainState) -> tuple[jax.sharding.Mesh, Llama, jax.Array]:
+def _without_stages(config: Config, state: TrainState) -> tuple[jax.sharding.Mesh, Llama, jax.Array]:
     """Returns the weights and the key of a pipelined run on a mesh for generation, which has no stages: layers are split
     along `fsdp` instead, where that divides them, or devices along `data` have copies."""
     meshes = [mesh.without_stages(jax.sharding.get_mesh(), axis) for axis in ("fsdp", "data")]
     on = next((on for on in meshes if not state.model.config.undivided(on.shape)), meshes[-1])
     with jax.set_mesh(on):
-        like = concretise(jax.eval_shape(lambda: Llama(state.model.config, jax.random.key(0))))
+        like = concretise(jax.eval_shape(functools.partial(init_state, config)).model)
         model = jax.tree.map(lambda weight, like: jax.device_put(weight, like.sharding), state.model, like)
         return on, model, jax.device_put(state.rng, jax.NamedSharding(on, jax.P()))
 

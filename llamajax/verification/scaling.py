@@ -119,6 +119,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
             "parallel.pipeline_chunks": chunks,
             "data.seq_len": seq_len,
             "train.num_steps": NUM_STEPS,
+            "train.num_epochs": None,
             "train.grad_accum_steps": accumulated,
             "train.global_batch_size": accumulated * per_device * num_parts("micro_batch", scaled),
             "optimizer.learning_rate": LEARNING_RATE,

@@ -24,6 +24,9 @@ from rich.text import Text
 import llamajax
 from llamajax.config.run import Config
 from llamajax.errors import UserError
+from llamajax.estimates.formulas import num_params as params_of
+from llamajax.estimates.formulas import trained_weights
+from llamajax.parallel.arrays import named_arrays
 from llamajax.processes import heartbeat, peers
 from llamajax.units import format_bytes, format_count, format_duration
 from llamajax.watch.run_log import FINAL_STEPS, METRICS_FILE, Record, RunSummary, read_run, summarize
@@ -164,7 +167,7 @@ def print_header(config: Config, model: Any) -> None:
     log(f"llamajax   {llamajax.__version__}, jax {jax.__version__}, Python {platform.python_version()}")
     log(f"run        {config.run_dir}")
     log(f"devices    {devices(in_processes)}")
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(model))
+    num_params = params_of(config.model)
     if jax.default_backend() == "cpu" and config.mesh.num_cpu_devices is None:
         log(
             "warning    jax found no accelerator; on the GPUs of this machine, install llamajax[cuda13] and check the driver"
@@ -177,7 +180,12 @@ def print_header(config: Config, model: Any) -> None:
     log(f"batch      {config.batch_arithmetic(jax.device_count())}")
     if ramp := config.ramp_arithmetic():
         log(f"ramp       {ramp}")
+    if config.train.num_epochs is not None:
+        log(f"length     {config.train.num_epochs:g} epochs; the number of steps follows from the packed rows")
     log(f"model      {format_count(num_params)} parameters ({num_params:,})")
+    if config.adapters.enabled:
+        own = sum(trained_weights(config, config.model).values())
+        log(f"adapters   {config.adapters.described}: {format_count(own)} parameters to train ({own / num_params:.2%})")
     print_table(parameter_table(model))
 
 
@@ -191,8 +199,7 @@ def parameter_table(tree: Any) -> Table:
     for name in ("shape", "dtype", "split over", "per device", "all"):
         table.add_column(name, justify="right" if name in ("per device", "all") else "left")
     num_params, total_bytes, device_bytes = 0, 0, 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    for name, leaf in named_arrays(tree).items():
         shape, split = " x ".join(map(str, leaf.shape)) or "scalar", _split_over(leaf.sharding)
         shard_shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         leaf_bytes = leaf.size * leaf.dtype.itemsize

@@ -18,7 +18,8 @@ import numpy as np
 
 import llamajax
 from llamajax.config.run import Config
-from llamajax.estimates.formulas import flops_per_token, num_params
+from llamajax.estimates.formulas import num_params
+from llamajax.estimates.training_flops import training_flops_per_token
 from llamajax.processes import peers
 from llamajax.watch import console, run_log, startup_time
 from llamajax.watch.hosts import Hosts
@@ -248,7 +249,7 @@ class MetricsWriter:
     def _perf(self, step: int, step_time_s: float, data_wait_s: float) -> Record:
         """Returns the speeds of one step. Every position of the batch counts as a token: the device works on padding as
         well."""
-        model, stage = self._config.model, self._config.data.stage_at(step - 1)
+        stage = self._config.data.stage_at(step - 1)
         seq_len, keys = self._stages[stage].seq_len, None if self._keys is None else self._keys[stage]
         tokens_per_sec = self._config.train.batch_size_at(step - 1) * seq_len / step_time_s
         share_per_flop = tokens_per_sec / self._num_devices / self._peak.flops_per_sec
@@ -257,8 +258,8 @@ class MetricsWriter:
             "perf/data_wait_s": data_wait_s,
             "perf/tokens_per_sec": tokens_per_sec,
             "perf/tokens_per_sec_per_device": tokens_per_sec / self._num_devices,
-            "perf/mfu": flops_per_token(model, seq_len, keys=keys) * share_per_flop,
-            "perf/mfu_full_attention": flops_per_token(model, seq_len, full_attention=True) * share_per_flop,
+            "perf/mfu": training_flops_per_token(self._config, seq_len, keys=keys) * share_per_flop,
+            "perf/mfu_full_attention": training_flops_per_token(self._config, seq_len, full_attention=True) * share_per_flop,
         }
 
     def _write(self, record: Record) -> None:

@@ -19,17 +19,25 @@ GENERATION = "generation_config.json"
 LICENSE = r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}"
 """Pattern of licence identifiers on Hugging Face: `apache-2.0`, `llama3.1`, `other`."""
 
-_TRAVELLING = re.compile(
+TRAVELLING = (
     r"tokenizer\.json|tokenizer\.model|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"
     r"|chat_template\.jinja|generation_config\.json|(LICENSE|NOTICE|USE_POLICY)(\.txt|\.md)?"
 )
-_PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+"""Pattern of the small files that stay with the weights."""
+_TRAVELLING = re.compile(TRAVELLING)
+PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 
 def source_name(directory: Path) -> str:
     """Returns the model's name: OWNER/NAME in the cache of Hugging Face downloads, otherwise the name of the directory."""
     cached = re.fullmatch("models--(.+?)--(.+)", directory.absolute().parent.parent.name)
     return f"{cached[1]}/{cached[2]}" if cached else directory.absolute().name
+
+
+def shown_directory(directory: Path) -> str:
+    """Returns the path of a model for people: hf://OWNER/NAME@COMMIT in the cache of Hugging Face downloads."""
+    is_cached = directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("models--")
+    return f"hf://{source_name(directory)}@{directory.name}" if is_cached else str(directory)
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
@@ -108,12 +116,21 @@ def _read_index(directory: Path) -> dict[str, str] | None:
         return None
     if not index.is_file():
         names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-        if pickles := [name for name in names if Path(name).suffix in _PICKLES]:
+        if pickles := [name for name in names if Path(name).suffix in PICKLES]:
             raise ConfigError(
                 f"{show_path(str(directory / pickles[0]))}: pickles can run code and are not read; convert the model where"
                 " you trust it: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
             )
         raise ConfigError(f"{directory}: has neither {SINGLE} nor {INDEX}; give the directory of a Hugging Face model")
+    return read_weight_map(index)
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Returns the file of each tensor, as an index names it.
+
+    Raises:
+        ConfigError: the index is damaged, or names other files than safetensors beside it.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index}: weight_map: must map tensor names to file names; download the file again")

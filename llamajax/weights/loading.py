@@ -1,7 +1,7 @@
 """Reads the weights of a pretrained model onto the mesh."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from llamajax.config.model import ModelConfig
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise, named_arrays
-from llamajax.parallel.host_memory import KIND, moved, total
+from llamajax.parallel.host_memory import DEVICE, KIND, moved, total
+from llamajax.parallel.quantized import Quantized, quantize
 from llamajax.weights import names
 from llamajax.weights.pretrained import Pretrained
 from llamajax.weights.safetensors import Stored
@@ -40,15 +41,17 @@ def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | No
             not finite.
     """
     abstract = concretise(_abstract_model(config)) if abstract is None else abstract
-    arrays = named_arrays({"model": abstract})
+    weights, tree = jax.tree.flatten(abstract, is_leaf=_is_quantized)
+    arrays = dict(zip(named_arrays({"model": abstract}, _is_quantized), weights, strict=True))
     if pretrained.tensors is not None:
         leaves = [read_array(name, leaf, pretrained.tensors) for name, leaf in arrays.items()]
     else:
-        as_stored = _abstract_model(dataclasses.replace(config, param_dtype=pretrained.config.param_dtype))
-        leaves = read_weights(pretrained.source, _in_memory_of(abstract, concretise(as_stored)), config.param_dtype)
-    model = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-    finite = jax.tree.leaves(_are_finite(model))
-    if bad := [name for name, is_finite in zip(arrays, finite, strict=True) if not is_finite]:
+        as_stored = concretise(_abstract_model(dataclasses.replace(config, param_dtype=pretrained.config.param_dtype)))
+        leaves = read_weights(pretrained.source, _in_memory_of(weights, as_stored), config.param_dtype)
+        leaves = [_quantized_by_layer(own, like) for own, like in zip(leaves, weights, strict=True)]
+    model = jax.tree.unflatten(tree, leaves)
+    finite = named_arrays({"model": _are_finite(model)})
+    if bad := [name for name, is_finite in finite.items() if not is_finite]:
         raise CheckpointError(f"{pretrained.source}: {', '.join(bad)} holds values that are not finite; use earlier weights")
     return model
 
@@ -57,10 +60,17 @@ def _abstract_model(config: ModelConfig) -> Llama:
     return jax.eval_shape(partial(Llama, config), jax.random.key(0))
 
 
-def _in_memory_of(abstract: Llama, others: Llama) -> Llama:
-    """Returns arrays like `others`, each in the memory of the one in `abstract`."""
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, Quantized)
+
+
+def _in_memory_of(weights: Sequence[Any], others: Llama) -> Llama:
+    """Returns arrays like `others`, each in the memory of the one in `weights`; those to quantize in host memory."""
     leaves, tree = jax.tree.flatten(others)
-    places = [own.sharding for own in jax.tree.leaves(abstract)]
+    places = [
+        x.sharding.with_memory_kind(KIND) if _is_quantized(own) else own.sharding
+        for own, x in zip(weights, leaves, strict=True)
+    ]
     return jax.tree.unflatten(tree, [x.update(sharding=lies) for x, lies in zip(leaves, places, strict=True)])
 
 
@@ -70,8 +80,13 @@ def _are_finite(model: Llama) -> Llama:
     return jax.tree.map(lambda weight: total(lambda own, _: jnp.sum(~jnp.isfinite(own)), weight) == 0, model)
 
 
-def read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, Stored]) -> jax.Array:
-    """Reads one of our arrays, with its type and sharding, from Hugging Face tensors; a stacked array is filled by layer."""
+def read_array(
+    name: str, abstract: jax.ShapeDtypeStruct | Quantized, tensors: Mapping[str, Stored]
+) -> jax.Array | Quantized:
+    """Reads one of our arrays, with its type and sharding, from Hugging Face tensors; a stacked array is filled by layer,
+    and a quantized one rounded by layer."""
+    if isinstance(abstract, Quantized):
+        return _read_quantized(name, abstract, tensors)
     sharding = abstract.sharding
     assert isinstance(sharding, NamedSharding)
     if not names.is_stacked(name):
@@ -83,6 +98,43 @@ def read_array(name: str, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, 
         array = _set_layer(array, _place(shape, abstract.dtype, of_layer, read), layer)
         array.block_until_ready()  # without this the host reads ahead and holds more than one layer
     return array
+
+
+def _read_quantized(name: str, abstract: Quantized, tensors: Mapping[str, Stored]) -> Quantized:
+    lies, shape = abstract.codes.sharding, abstract.shape[1:]
+    of_layer = NamedSharding(lies.mesh, P(*lies.spec[1:]))
+
+    def layer(number: int) -> jax.Array:
+        return _place(shape, np.dtype(abstract.dtype), of_layer, partial(names.from_hf, name, number, tensors, shape))
+
+    return _filled(abstract, layer)
+
+
+def _quantized_by_layer(stacked: jax.Array, like: Any) -> jax.Array | Quantized:
+    """Returns layers in host memory in codes and scales on the devices; other arrays as they are."""
+    if not isinstance(like, Quantized):
+        return stacked
+    return _filled(like, lambda number: _layer_on_card(stacked, number))
+
+
+@jax.jit
+def _layer_on_card(stacked: jax.Array, number: jax.Array) -> jax.Array:
+    return moved(jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False), DEVICE)
+
+
+def _filled(abstract: Quantized, layer: Callable[[int], jax.Array]) -> Quantized:
+    """Returns a stack of layers in codes and scales, rounded on the devices one after the other."""
+    stacked = jax.tree.map(lambda x: _zeros(x.shape, x.dtype, x.sharding), abstract)
+    for number in range(abstract.shape[0]):
+        stacked = _set_quantized(stacked, layer(number), number)
+        stacked.codes.block_until_ready()  # without this the host reads ahead and holds more than one layer
+    return stacked
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_quantized(stacked: Quantized, block: jax.Array, layer: jax.Array) -> Quantized:
+    own = quantize(block, stacked.form, 0 if stacked.dim != -1 else -1, double=stacked.steps is not None)
+    return jax.tree.map(lambda all, own: jax.lax.dynamic_update_index_in_dim(all, own, layer, 0), stacked, own)
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding) -> jax.Array:

@@ -10,6 +10,7 @@ from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import find_step
 from llamajax.config.file import settings_of
 from llamajax.config.hf_config import CONFIG, SPECIAL_TOKENS, is_hf_model, read_ends, read_hf_config, token_ids
+from llamajax.config.hub import is_on_hub
 from llamajax.config.json_file import read_json
 from llamajax.config.model import DType, ModelConfig
 from llamajax.data.tokenizers.tokenizer import find_tokenizer
@@ -24,20 +25,20 @@ _BUFFER = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers with frequencies that old Llamas store beside the weights; they follow from config.json."""
 
 
-def open_pretrained(path: Path) -> Pretrained:
-    """Determines the kind of `path` and checks everything but the weights; needs a current mesh. Processes call this
+def open_pretrained(named: str | os.PathLike[str]) -> Pretrained:
+    """Determines the kind of a model and checks everything but the weights; needs a current mesh. Processes call this
     together.
 
     Args:
-        path: a run directory, which selects its newest good checkpoint; RUN/checkpoints/STEP; a directory made by
-            `python -m converters.hf import`; or a Hugging Face directory.
+        named: a run directory, which selects its newest good checkpoint; RUN/checkpoints/STEP; a directory made by
+            `python -m converters.hf import`; a Hugging Face directory; or hf://ORG/NAME[@REVISION], which is fetched.
 
     Raises:
         CheckpointError: there is no good checkpoint, or it holds a model of another llamajax version.
         ConfigError: the path is none of these, or a Hugging Face model that cannot be read.
-        DiskError: the disk fails, perhaps temporarily.
+        DiskError: the disk or the Hub fails, perhaps temporarily.
     """
-    path = Path(os.path.expanduser(path)).absolute()
+    path = local_directory(named)
     try:
         disk.read_again(lambda: os.listdir(path))
     except OSError as error:
@@ -72,6 +73,19 @@ def open_pretrained(path: Path) -> Pretrained:
         f"{path}: has neither checkpoints/, as a run has, nor config.json, as a Hugging Face model has, and is not"
         " RUN/checkpoints/STEP; give one of these"
     )
+
+
+def local_directory(named: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path of a model, which is fetched first if it is on the Hub. Processes call this together.
+
+    Raises:
+        ConfigError, DiskError: see `llamajax.weights.download.fetched`.
+    """
+    if is_on_hub(name := os.fspath(named)):
+        from llamajax.weights.download import fetched  # takes a second to import
+
+        return fetched(name)
+    return Path(os.path.expanduser(name)).absolute()
 
 
 def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:

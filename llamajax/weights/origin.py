@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from llamajax.config.hub import is_on_hub
 from llamajax.config.parallel import MeshConfig
 from llamajax.data.tokenizers.tokenizer import find_tokenizer
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
@@ -47,6 +48,10 @@ def models_tokenizer(init_from: str | None) -> Tokenizer | None:
     """
     if init_from is None:
         return None
+    if is_on_hub(init_from):
+        from llamajax.weights.download import fetched
+
+        return find_tokenizer(fetched(init_from, weights=False))  # without gigabytes of weights
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
-        pretrained = open_pretrained(Path(init_from))
+        pretrained = open_pretrained(init_from)
     return take_along(pretrained.files, pretrained.hf).tokenizer

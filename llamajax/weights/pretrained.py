@@ -14,7 +14,7 @@ from llamajax.data.tokenizers.tokenizer import find_tokenizer, load_tokenizer
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import num_params
-from llamajax.weights.hf_files import read_generation
+from llamajax.weights.hf_files import read_generation, shown_directory
 from llamajax.weights.safetensors import Stored
 
 ExportDType = Literal["float32", "bfloat16", "float16"]
@@ -47,7 +47,22 @@ class Pretrained:
     def about(self) -> str:
         """The model in one line."""
         kind = "model" if self.tensors is None else f"Hugging Face {self.architecture.name}"
-        return f"{self.source}: {kind} of {num_params(self.config):,} parameters in {self.config.param_dtype}"
+        return f"{self.shown}: {kind} of {num_params(self.config):,} parameters in {self.config.param_dtype}"
+
+    @property
+    def shown(self) -> str:
+        """The location of the weights, for people."""
+        return shown_directory(self.source)
+
+    @property
+    def described(self) -> str:
+        """The location and the shape of the model in one line, to be followed by `changed_by`."""
+        model = self.config
+        heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} of keys and values"
+        return (
+            f"{self.shown} describes the model: {model.num_layers} layers of {model.embed_dim} x {model.mlp_dim}, {heads},"
+            f" max_seq_len {model.max_seq_len}, vocab_size {model.vocab_size}"
+        )
 
     @property
     def architecture(self) -> Architecture:
@@ -72,12 +87,12 @@ class Pretrained:
         for key, (here, theirs) in self._differences(config).items():
             if key not in MAY_DIFFER and key not in changes:
                 remedy = f", or init_changes must name {key}" if key in get_args(InitChange) else ""
-                lines.append(f"model.{key}: {here} differs from {self.source}; it must be {theirs}{remedy}")
+                lines.append(f"model.{key}: {here} differs from {self.shown}; it must be {theirs}{remedy}")
         if lines:
             raise ConfigError("\n".join(lines))
 
     def changed_by(self, config: ModelConfig) -> str:
-        """Lists the run's changes to the model's computation or purpose, as text to follow `about`; empty if there are
+        """Lists the run's changes to the model's computation or purpose, as text to follow `described`; empty if there are
         none."""
         told = {key: pair for key, pair in self._differences(config).items() if key not in (*OF_THE_RUN, "init_std")}
         return "".join(f"; model.{key} {here} instead of {theirs}" for key, (here, theirs) in told.items())

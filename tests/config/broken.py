@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from llamajax.config.adapters import AdaptersConfig
 from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.cleaning import (
     CleaningConfig,
@@ -11,6 +12,7 @@ from llamajax.config.cleaning import (
     LanguageConfig,
     NearDuplicateConfig,
 )
+from llamajax.config.conversations import FieldNames, RoleNames
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
 from llamajax.config.domains import DomainConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
@@ -29,10 +31,13 @@ SECTIONS: dict[type, dict[str, Any]] = {
     ModelConfig: dataclasses.asdict(LLAMA_2_7B) | {"rope_scaling": RopeScalingConfig()},
     MeshConfig: {},
     ParallelConfig: {},
+    AdaptersConfig: {},
     OffloadConfig: {},
     TiersConfig: {},
     DistributedConfig: {},
     SourceConfig: {"kind": "stdlib"},
+    FieldNames: {},
+    RoleNames: {},
     TokenizerConfig: {},
     StageConfig: {"from_step": 5, "weights": (1.0, 2.0)},
     CleaningConfig: {},
@@ -97,6 +102,9 @@ BROKEN = [
     (MeshConfig, {"stages": (26, 22)}, ["stages"]),
     (MeshConfig, {"stages": (2,), "pipeline": -1, "fsdp": 1}, ["stages"]),
     (MeshConfig, {"stages": (2, 0), "pipeline": 2}, ["stages"]),
+    (AdaptersConfig, {"rank": 0, "alpha": 0.0, "dropout": 1.0}, ["rank", "alpha", "dropout"]),
+    (AdaptersConfig, {"targets": ()}, ["targets"]),
+    (AdaptersConfig, {"targets": ("q", "v", "q")}, ["targets"]),
     (OffloadConfig, {"activations": "auto", "fraction": 1.5}, ["fraction"]),
     (OffloadConfig, {"activations": ("input", "attention"), "fraction": 0.5}, ["fraction"]),
     (OffloadConfig, {"activations": ("input", "qkv", "input")}, ["activations"]),
@@ -114,6 +122,11 @@ BROKEN = [
     (SourceConfig, {"kind": "parquet"}, ["paths"]),
     (SourceConfig, {"paths": ("x",)}, ["paths"]),
     (SourceConfig, {"text_key": ""}, ["text_key"]),
+    (SourceConfig, {"train_on": "last", "roles": RoleNames(tool=("x",))}, ["roles", "train_on"]),
+    (SourceConfig, {"kind": "chat", "paths": ("x",), "train_on": "none-of-prompt"}, ["train_on"]),
+    (SourceConfig, {"kind": "chat", "paths": ("x",), "fields": FieldNames(output="x")}, ["fields.output"]),
+    (FieldNames, {"role": "x", "content": "x", "system": ""}, ["system", "content"]),
+    (RoleNames, {"user": ("x",), "assistant": ("x",)}, ["assistant"]),
     (SourceConfig, {"max_bad_records": -1}, ["max_bad_records"]),
     (SourceConfig, {"kind": "text", "paths": ("x",), "max_bad_records": 5}, ["max_bad_records"]),
     (SourceConfig, {"kind": "megatron", "paths": ("s3://b/x.idx",)}, ["paths"]),
@@ -156,7 +169,10 @@ BROKEN = [
     (OptimizerConfig, {"min_lr_ratio": 1.5, "b1": 1.0, "b2": -0.1}, ["min_lr_ratio", "b1", "b2"]),
     (OptimizerConfig, {"eps": 0.0, "weight_decay": -1.0, "grad_clip_norm": 0.0}, ["eps", "weight_decay", "grad_clip_norm"]),
     (OptimizerConfig, {"moment_dtype": "bfloat16", "b2": 0.99}, ["moment_dtype"]),
-    (TrainConfig, {"num_steps": 0, "max_nonfinite_steps": 0}, ["num_steps", "max_nonfinite_steps"]),
+    (TrainConfig, {"num_steps": 0, "max_nonfinite_steps": 0}, ["max_nonfinite_steps", "num_steps"]),
+    (TrainConfig, {"num_steps": -1}, ["num_steps"]),
+    (TrainConfig, {"num_epochs": 2.5}, ["num_epochs"]),
+    (TrainConfig, {"num_steps": 0, "num_epochs": 0.0}, ["num_epochs"]),
     (TrainConfig, {"global_batch_size": -8, "grad_accum_steps": 3}, ["global_batch_size"]),
     (TrainConfig, {"grad_accum_steps": 0}, ["grad_accum_steps"]),
     (TrainConfig, {"grad_accum_steps": 3}, ["grad_accum_steps"]),

@@ -177,7 +177,7 @@ def test_help_is_short_and_names_the_sections_and_the_manual(capsys, monkeypatch
 def test_help_on_a_narrow_terminal_puts_meanings_below(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = help_text("python -m llamajax.train", Config, TRAIN_OPTIONS)
-    assert "\n  --train.num_steps INT\n      Number of optimizer steps.\n" in text
+    assert "\n  --train.num_steps INT\n      Number of optimizer steps;" in text
 
 
 def test_the_settings_of_the_short_help_exist_and_their_first_sentences_are_short():
@@ -198,7 +198,7 @@ def test_help_shows_one_section_or_one_setting(capsys):
     assert "\n  --data.sources.0.max_epochs FLOAT|null  (default: null)\n" in text
     assert helped(capsys, "--help", "data.sources.3.kind") == helped(capsys, "-h", "data.sources.kind")
     text = helped(capsys, "--help", "train.num_steps", "--seed", "1")
-    assert text.startswith("  --train.num_steps INT  (required)\n      Number of optimizer steps.\n")
+    assert text.startswith("  --train.num_steps INT  (default: 0)\n      Number of optimizer steps; 0: as many as")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_help_shows_one_section_or_one_setting(capsys):
         ("dta", "did you mean data?"),
         ("num_steps", "did you mean train.num_steps or profile.num_steps?"),
         ("data.source", "did you mean data.sources?"),
-        ("xyzzy", "sections are model, data, train, optimizer, mesh, parallel, offload, distributed,"),
+        ("xyzzy", "sections are model, data, train, optimizer, adapters, mesh, parallel, offload, distributed,"),
     ],
 )
 def test_help_on_something_unknown_is_one_line(capsys, topic, remedy):
@@ -224,7 +224,7 @@ def test_help_on_something_unknown_is_one_line(capsys, topic, remedy):
         ("opt.name", "did you mean 'optimizer'?"),
         ("optimizer.steps", "did you mean 'optimizer.warmup_steps' or 'optimizer.decay_steps'?"),
         ("optimizer.num_steps", "did you mean 'train.num_steps' or 'profile.num_steps'?"),
-        ("sample.kind", "did you mean 'model.rope_scaling.kind'?"),
+        ("sample.kind", "did you mean 'model.rope_scaling.kind' or 'adapters.kind'?"),
         ("checkpoint.weight", "checkpoint has save_every, "),
         ("data.path", "did you mean 'data.tokenizer.path'?"),
         ("data.sources.0.nmae", "did you mean 'optimizer.name'?"),
@@ -319,7 +319,7 @@ def test_a_process_ends_as_its_command_line_deserves_and_without_jax():
     bad = run("--config", "my.yaml", "--train.num_steps", "0", "--model.num_layer=1")
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.splitlines() == [
-        "--train.num_steps: 0 must be positive",
+        "--train.num_steps: 0 must be positive; set it, or num_epochs",
         "--model.num_layer: unknown key 'model.num_layer'; did you mean 'model.num_layers'?",
         "False",
     ]

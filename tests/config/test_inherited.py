@@ -13,7 +13,7 @@ import pytest
 
 from converters.hf_import import open_import
 from llamajax import disk
-from llamajax.config import file
+from llamajax.config import left_out
 from llamajax.config.command import parse_run
 from llamajax.config.file import load_config
 from llamajax.config.model import ModelConfig
@@ -157,7 +157,7 @@ def test_a_failing_disk_ends_a_command_with_its_own_code(tmp_path, monkeypatch, 
     def fail(*_: object) -> None:
         raise DiskError("the disk")
 
-    monkeypatch.setattr(file, "inherit", fail)
+    monkeypatch.setattr(left_out, "inherit", fail)
     with pytest.raises(SystemExit) as ended:
         parse_run(["--config", str(path)])
     assert (ended.value.code, capsys.readouterr().err) == (DiskError.exit_code, "the disk\n")

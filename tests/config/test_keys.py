@@ -48,7 +48,7 @@ def test_rules_look_at_the_result_alone():
         ),
         ({"data.sources.1.weight": 3}, "unknown key 'data.sources.1'; data.sources has 0"),
         ({"model.num_layers.x": 3}, "unknown key 'model.num_layers.x'; model.num_layers has no keys"),
-        ({"train.num_steps": 0}, "train.num_steps: 0 must be positive"),
+        ({"train.num_steps": 0}, "train.num_steps: 0 must be positive; set it, or num_epochs"),
         ({"model.rope_scaling.factor": 2.0}, "model.rope_scaling.factor: 2.0 has no effect with kind=none; set kind to"),
         ({"data.sources.0.weight": 0.0}, "data.sources.0.weight: 0.0 must be positive; remove the source to leave it out"),
         ({"train.grad_accum_steps": 3}, "train.grad_accum_steps: 3 must divide global_batch_size=32"),

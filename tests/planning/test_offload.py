@@ -159,7 +159,7 @@ def test_the_state_is_updated_where_it_is(share, parameters, steps, axes, gpus):
     schedule = compiled(run)
     resolved, mesh = schedule.step.run.config, mesh_sizes(run)
     assert schedule.memory.host_bytes == pytest.approx(host_bytes(resolved, mesh), rel=0.01)
-    matrices = sum(size for name, size in trained_weights(run.train, run.model).items() if "norm" not in name)
+    matrices = sum(size for name, size in trained_weights(run, run.model).items() if "norm" not in name)
     shards = math.prod(axes.values()) // axes.get("data", 1)
     state = schedule.memory.host_bytes - saved_host_bytes(resolved, mesh)
     if share == 1.0 and parameters == "none":

@@ -3,12 +3,12 @@
 import pytest
 
 from llamajax.config.keys import REMOVED
-from scripts.reference import FOLDER, PAGES, ROOT
+from scripts.reference import FILES, FOLDER, ROOT
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_generated_pages_are_up_to_date(name):
-    assert (FOLDER / name).read_text() == PAGES[name](), "run python scripts/reference.py"
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_generated_files_are_up_to_date(path):
+    assert path.read_text() == FILES[path](), "run python scripts/reference.py"
 
 
 def test_removed_settings_are_told_with_what_to_write_instead():

@@ -116,7 +116,7 @@ def test_a_verification_compares_what_there_is():
 
 def test_partition_gives_each_weight_to_one_side_and_combine_puts_them_together():
     model = init_state(CONFIG).model
-    kept, frozen = partition(CONFIG.train, model)
+    kept, frozen = partition(CONFIG, model)
     assert named_arrays(frozen).keys() == FROZEN
     assert kept.embedding is None
     assert kept.head is model.head

@@ -82,7 +82,7 @@ def test_steps_are_those_of_a_state_on_the_card(mesh, place, steps):
         assert own == pytest.approx(like, rel=1e-5, nan_ok=True)
     assert found[-1]["skipped_steps"] == 1
     assert found[-1]["grad_norm"] > 0.5  # so that clipping has an effect
-    assert_alike(state.without_copies(), expected, atol=1e-6)
+    assert_alike(state.as_saved(), expected, atol=1e-6)
     copies = named_arrays(state.copies) if place != "moments" else {}
     masters = named_arrays(state.model)
     for name, copy in copies.items():
@@ -97,9 +97,9 @@ def test_it_starts_from_the_same_bits(place):
     expected = host(init_state(config))
     changed = config.changed({"offload": PLACES[place]})
     state = init_state(changed)
-    jax.tree.map(np.testing.assert_array_equal, host(state.without_copies()), expected)
+    jax.tree.map(np.testing.assert_array_equal, host(state.as_saved()), expected)
     given = init_state(changed, dataclasses.replace(state).model)
-    jax.tree.map(np.testing.assert_array_equal, host(given.without_copies()), expected)
+    jax.tree.map(np.testing.assert_array_equal, host(given.as_saved()), expected)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -131,7 +131,7 @@ def test_copies_are_made_again_from_what_a_checkpoint_holds():
     jax.set_mesh(make_mesh(config.mesh))
     state = init_state(config)
     expected = host(state.copies)
-    again = with_copies(config, state.without_copies())
+    again = with_copies(config, state.as_saved())
     jax.tree.map(np.testing.assert_array_equal, host(again.copies), expected)
     assert {x.dtype for x in jax.tree.leaves(again.copies)} == {jnp.dtype("bfloat16")}
     places = [{x.sharding.memory_kind for x in jax.tree.leaves(part)} for part in (again.copies.layers, again.copies.head)]

@@ -37,7 +37,7 @@ def unbroken(tmp_path_factory) -> pathlib.Path:
 def restored_arrays(config: Config, run_dir: pathlib.Path) -> list[np.ndarray]:
     """Every array of the newest checkpoint, restored on the mesh of `config`: weights, moments, counters, key."""
     jax.set_mesh(make_mesh(config.mesh))
-    state = restore(run_dir, abstract_state(config).without_copies()).state
+    state = restore(run_dir, abstract_state(config).as_saved()).state
     state = dataclasses.replace(state, rng=jax.random.key_data(state.rng))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 

@@ -1,13 +1,15 @@
 """Locates the assistant's answers in the text that a chat template writes."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llamajax.data.chat.chat_template import ChatTemplate, Rendered
 from llamajax.data.chat.left_out import Words
-from llamajax.data.documents.conversations import Message, content_of
+from llamajax.data.documents.messages import Message, content_of
 from llamajax.errors import DataError
 
+_OPENED = re.compile(r"<think>\s*$")
 TRAINING_DATE = "2024-07-26"
 """Date for templates that write today's date into training conversations; fixed, so that the data stay the same."""
 
@@ -39,15 +41,26 @@ class Answer(NamedTuple):
 
 
 def find_answers(
-    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    turns: Sequence[int],
+    variables: dict[str, Any],
+    thoughts: Mapping[int, str],
 ) -> tuple[Rendered, list[Answer]]:
     """Returns the conversation as text, and its turns that are trained on.
+
+    Args:
+        template: the chat template.
+        messages: the messages.
+        turns: indices of the messages that are trained on.
+        variables: variables of the template, such as `tools`.
+        thoughts: thoughts, by the index of their message, that the generation prompt opens and the template does not write.
 
     Raises:
         DataError: the template refuses the messages, or the answers cannot be located.
     """
     found = _marked_answers(template, messages, turns, variables) if template.has_generation_blocks else None
-    return found or _answers(template, messages, turns, variables)
+    return found or _answers(template, messages, turns, variables, thoughts)
 
 
 def spans_before_prompt(
@@ -125,8 +138,7 @@ def _marked_answers(
         begin = 0 if turn == answers[0] else _first_block(template, messages[: turn + 1], after, variables)
         if prompt is not None:
             before = _render(template, messages, [(turn, False)], variables)[0].text
-            pairs = enumerate(zip(before, prompt, strict=False))
-            began = prompt[next((index for index, (a, b) in pairs if a != b), min(len(before), len(prompt))) :]
+            began = prompt[_num_common(before, prompt) :]
             first = next((start for start, end in after.marks if end > begin), len(after.text))
             if began not in after.text[max(0, first - len(began)) : first + len(began)]:
                 raise _begins_otherwise(template, began)
@@ -184,20 +196,88 @@ def _with_words(
 
 
 def _answers(
-    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], variables: dict[str, Any]
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    turns: Sequence[int],
+    variables: dict[str, Any],
+    thoughts: Mapping[int, str],
 ) -> tuple[Rendered, list[Answer]]:
     """Returns the conversation as text and the turns that are trained on, located by comparing renders."""
-    whole, *others = _render(template, messages, [(len(messages), False), *_prefixes(turns)], variables)
+    begun = _begun(template) if turns[:1] == [0] else ""
+    later = turns[1:] if begun else turns
+    first = [(1, False)] if begun else []
+    renders = [(len(messages), False), *first, *_prefixes(later)]
+    whole, *others = _render(template, messages, renders, variables)
+    texts = _in_threes(others[len(first) :])
+    if begun:
+        after = others[0].text
+        before = after[: max(0, after.find(begun))]
+        texts = [(before, before + begun, after), *texts]
     found = []
-    for turn, texts in zip(turns, _in_threes(others), strict=True):
-        before, prompt, after = texts
+    for turn, (before, prompt, after) in zip(turns, texts, strict=True):
+        after = _with_thought(prompt, after, thoughts.get(turn))
         span = _span(before, prompt, after, messages[turn])
+        if span is None and (rest := _rest(template, messages[: turn + 1], before, prompt, after, variables)):
+            after = prompt + rest
+            span = _span(before, prompt, after, messages[turn])
         if span is None:
             if prompt != before and prompt.startswith(before) and after.startswith(before):
                 raise _begins_otherwise(template, prompt[len(before) :])
             raise cannot_tell(template, "the assistant's messages cannot be found in its output", _MARK_IT)
         found.append(Answer(Rendered(after, []), *span))
     return whole, found
+
+
+def _begun(template: ChatTemplate) -> str:
+    """Returns what the generation prompt adds to a question; it begins an answer that follows no question, too."""
+    question: list[Message] = [{"role": "user", "content": template.in_its_form("Is it?")}]
+    try:
+        before, prompt = (one.text for one in template.render_prefixes(question, [(1, False), (1, True)], TRAINING_DATE))
+    except DataError:
+        return ""
+    return prompt.removeprefix(before) if prompt.startswith(before) else ""
+
+
+def _rest(
+    template: ChatTemplate, messages: Sequence[Message], before: str, prompt: str, after: str, variables: dict[str, Any]
+) -> str | None:
+    """Returns the last message, an answer, without its generation prompt, where the answer changes the text before it.
+
+    The text that a conversation has in common with one of another answer ends within the answer, behind that prompt.
+
+    Args:
+        template: the chat template.
+        messages: the messages up to the answer.
+        before: the text without the answer.
+        prompt: the text without the answer, with a generation prompt.
+        after: the text with the answer.
+        variables: variables of the template, such as `tools`.
+    """
+    began = prompt.removeprefix(before) if prompt.startswith(before) else ""
+    if not began:
+        return None
+    (other,), _ = Words(keeps_text=False).put_into(messages[-1:], {})
+    try:
+        (rendered,) = template.render_prefixes([*messages[:-1], other], [(len(messages), False)], TRAINING_DATE, variables)
+    except DataError:
+        return None
+    at = after[: _num_common(after, rendered.text)].rfind(began)
+    return after[at + len(began) :] if at >= 0 else None
+
+
+def _num_common(one: str, other: str) -> int:
+    """Returns the number of leading characters that two texts have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _with_thought(prompt: str, after: str, thought: str | None) -> str:
+    """Returns the text with an answer as a model writes it whose generation prompt opens a thought: the thought, closed, and
+    what the template writes of the answer."""
+    opened = _OPENED.search(prompt) if thought else None
+    if opened is None or after.startswith(prompt) or not after.startswith(prompt[: opened.start()]):
+        return after
+    return f"{prompt}{thought}\n</think>\n\n{after[opened.start() :].lstrip()}"
 
 
 def _begins_otherwise(template: ChatTemplate, began: str) -> DataError:

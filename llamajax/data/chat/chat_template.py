@@ -12,9 +12,9 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from llamajax.data.documents.conversations import Message
+from llamajax.data.documents.messages import Message
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.disk import cannot_read
 from llamajax.errors import DataError
@@ -35,6 +35,7 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONUS
 _PROCESS = Path(__file__).with_name("template_process.py")
 _QUESTION = "Is it?"
 """Question used in probes of what a template accepts."""
+_THOUGHT, _SAID = "ponderzqkx", "saidzqkx"
 _FUNCTION, _JSON = "fetchzqkx", '{"x": 1}'
 _ARGUMENTS = (_JSON, {"x": 1})
 """Forms of a call's arguments. The function's name occurs nowhere else."""
@@ -141,9 +142,44 @@ class ChatTemplate:
         """Whether the template writes tool-call arguments that are already JSON unchanged, without quoting them again."""
         return _JSON in self._written_call(self.without_content, _JSON)
 
-    def _written_call(self, content: Message, arguments: object) -> str:
+    @functools.cached_property
+    def takes_any_id(self) -> bool:
+        """Whether the template accepts calls with IDs of any length; Mistral's accept only nine letters and digits."""
+        written = [
+            self._written_call(self.without_content, arguments, own)
+            for own in ("call_1", "callabcde")
+            for arguments in _ARGUMENTS
+        ]
+        return any(_FUNCTION in text for text in written[:2]) or not any(_FUNCTION in text for text in written)
+
+    @functools.cached_property
+    def thoughts_in(self) -> Literal["field", "text", "prompt"]:
+        """Place of an answer's thought.
+
+        `field`: the template writes `reasoning_content`, or takes no thoughts. `text`: it writes a thought in the content,
+        between the tags `<think>` and `</think>`. `prompt`: it writes none, but its generation prompt opens one.
+        """
+        asked = {"role": "user", "content": self.in_its_form(_QUESTION)}
+        fields = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+        tagged = f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"
+        written = []
+        for answer in ({"content": self.in_its_form(_SAID)} | fields, {"content": self.in_its_form(tagged)}):
+            with contextlib.suppress(DataError):
+                written.append(self.render([asked, {"role": "assistant", **answer}], add_generation_prompt=False))
+        if len(written) < 2 or _THOUGHT in written[0]:
+            return "field"
+        if tagged in written[1]:
+            return "text"
+        prompt = self.render([asked], add_generation_prompt=True)
+        return "prompt" if prompt.rstrip().endswith("<think>") and not self.has_generation_blocks else "field"
+
+    def in_its_form(self, text: str) -> Any:
+        """Returns a message's content as the template takes it: a text, or a list of parts."""
+        return [{"type": "text", "text": text}] if self.takes_parts and not self.takes_text else text
+
+    def _written_call(self, content: Message, arguments: object, own_id: str = "callabcde") -> str:
         """Returns what the template writes of a call, with or without tools and a result; empty if it rejects them all."""
-        call = {"id": "callabcde", "type": "function", "function": {"name": _FUNCTION, "arguments": arguments}}
+        call = {"id": own_id, "type": "function", "function": {"name": _FUNCTION, "arguments": arguments}}
         talk = [
             {"role": "user", "content": _QUESTION},
             {"role": "assistant", **content, "tool_calls": [call]},

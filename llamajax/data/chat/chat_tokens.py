@@ -2,19 +2,20 @@
 
 import contextlib
 import itertools
-import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
 from llamajax.data.chat.answers import cannot_tell, find_answers, spans_before_prompt
 from llamajax.data.chat.chat_template import ChatTemplate
-from llamajax.data.chat.left_out import left_out
-from llamajax.data.documents.conversations import Conversation, Message, content_of
+from llamajax.data.chat.message_forms import as_taken, message_as_taken
+from llamajax.data.documents.conversations import Conversation
+from llamajax.data.documents.messages import Message
+from llamajax.data.documents.token_records import Encoded
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
-from llamajax.errors import DataError, show
+from llamajax.errors import DataError
 
 _SAID = "Certainly."
 _TALK: list[Message] = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": _SAID}]
@@ -24,14 +25,6 @@ _THOUGHTS: list[Message] = [
     {"content": f"<think>\nI think.\n</think>\n\n{_SAID}"},
 ]
 """Thoughts that may precede the answer; templates that open every answer with a thought require one."""
-
-
-class Encoded(NamedTuple):
-    """A conversation as tokens."""
-
-    ids: Int32[np.ndarray, "T"]
-    learnt: Bool[np.ndarray, "T"]
-    """Whether each token is the assistant's, including the token that ends its turn."""
 
 
 def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversation: Conversation) -> list[Encoded]:
@@ -49,9 +42,9 @@ def encode_conversation(template: ChatTemplate, tokenizer: Tokenizer, conversati
     Raises:
         DataError: the template refuses the messages or does not write all of them, or the answers cannot be located.
     """
-    messages = _as_taken(template, conversation)
+    messages, thoughts = as_taken(template, conversation.messages, conversation.variables)
     turns = [index for index, is_learnt in enumerate(conversation.is_learnt) if is_learnt]
-    rendered, answers = find_answers(template, messages, turns, conversation.variables)
+    rendered, answers = find_answers(template, messages, turns, conversation.variables, thoughts)
     samples: list[Encoded] = []
     while answers:
         here = [answer for answer in answers if rendered.text.startswith(answer.after.text)]
@@ -74,7 +67,7 @@ def encode_messages(
         DataError: the template refuses the messages or does not write all of them.
     """
     variables = variables or {}
-    messages = _as_taken(template, Conversation([*messages], [False] * len(messages), variables))
+    messages, _ = as_taken(template, messages, variables)
     text, spans = spans_before_prompt(template, messages, variables)
     return _encode(tokenizer, text, spans).ids
 
@@ -91,7 +84,7 @@ def end_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 def _behind_answer(template: ChatTemplate) -> str:
     """Returns what the template writes after an answer."""
-    talk = [_message_as_taken(template, message) for message in _TALK]
+    talk = [message_as_taken(template, message) for message in _TALK]
     _, said, after = template.render(talk, add_generation_prompt=False).rpartition(_SAID)
     return after if said else ""
 
@@ -127,75 +120,6 @@ def _encoded_talk(template: ChatTemplate, tokenizer: Tokenizer) -> list[Encoded]
             talk = [_TALK[0], _TALK[1] | thought]
             return encode_conversation(template, tokenizer, Conversation(talk, [False, True], {}))
     return encode_conversation(template, tokenizer, Conversation(_TALK, [False, True], {}))
-
-
-def _as_taken(template: ChatTemplate, conversation: Conversation) -> list[Message]:
-    """Returns the messages in the form that the template accepts.
-
-    Raises:
-        DataError: the template would leave something out.
-    """
-    for index, message in enumerate(conversation.messages):
-        if message.get("tool_calls") and not template.takes_calls:
-            raise _left_out(template, f"messages[{index}].tool_calls")
-    messages = [_message_as_taken(template, message) for message in conversation.messages]
-    if what := left_out(template, messages, conversation.variables):
-        raise _left_out(template, what)
-    return messages
-
-
-def _left_out(template: ChatTemplate, what: str) -> DataError:
-    return DataError(f"{template.where}: chat template: does not write {what}; name a template that does, or remove it")
-
-
-def _message_as_taken(template: ChatTemplate, message: Message) -> Message:
-    if message["role"] == "function_call":
-        message = {**message, "role": "assistant"}
-        if template.takes_calls:
-            calls = _named_calls(content_of(message))
-            message = {**message, "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
-    content = message.get("content")
-    if isinstance(content, list) and not template.takes_parts:
-        message = {**message, "content": content_of(message)}
-    elif content and isinstance(content, str) and not template.takes_text and template.takes_parts:
-        message = {**message, "content": [{"type": "text", "text": content}]}
-    calls = message.get("tool_calls") or []
-    if calls and content is None:
-        message = {**message, **template.without_content}
-    if any(isinstance(_function(call).get("arguments"), str) for call in calls) and not template.takes_json_arguments:
-        message = {**message, "tool_calls": list(map(_with_object, calls))}
-    return message
-
-
-def _named_calls(text: str) -> list[dict[str, Any]]:
-    """Returns the calls in a `function_call` message of ShareGPT data: one, or a list."""
-    try:
-        given: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        given = None
-    calls = given if isinstance(given, list) else [given]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        rule = 'must be {"name": ..., "arguments": ...}, or a list of these'
-        raise DataError(f"a turn of function_call {rule}, not {show(text)}; correct or remove it")
-    return calls
-
-
-def _function(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    return function if isinstance(function, dict) else call
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Returns the call with JSON arguments parsed to an object, as transformers' documentation asks for."""
-    function = _function(call)
-    try:
-        arguments = json.loads(function["arguments"])
-    except (TypeError, KeyError, ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    function = {**function, "arguments": arguments}
-    return {**call, "function": function} if _function(call) is not call else function
 
 
 def _encode(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:

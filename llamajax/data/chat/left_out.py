@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llamajax.data.chat.chat_template import ChatTemplate
-from llamajax.data.documents.conversations import ANSWERING, REASONING, Message
+from llamajax.data.documents.messages import ANSWERING, REASONING, Message
 from llamajax.errors import DataError
 
 _MAX_SHAPES = 2**16

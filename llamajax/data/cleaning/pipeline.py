@@ -80,7 +80,7 @@ def clean(
     """
     if missing := config.missing_packages():
         raise EnvironmentMismatchError("\n".join(f"data.cleaning.{problem}" for problem in missing))
-    chosen = [index for index, source in enumerate(sources) if not (source.format.is_chat or source.format.is_tokenized)]
+    chosen = [index for index, source in enumerate(sources) if not (source.format.has_targets or source.format.is_tokenized)]
     if not config.steps or not chosen:
         return list(sources)
     _check_languages(config)

@@ -1,11 +1,11 @@
-"""Reads texts from one column of parquet and Arrow files; no other column is decoded.
+"""Reads texts from one column of parquet and Arrow files, or records from several; no other column is decoded.
 
 In tables and in JSON alike, a text's key is either a field's own name or `a.b`, the field b inside the field a.
 A column of bytes is read as UTF-8: some writers, such as old versions of Spark, do not mark strings as such.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +103,40 @@ class Row(NamedTuple):
         return value.decode() if isinstance(value, bytes) else value
 
 
+class RecordRow(NamedTuple):
+    """Some columns of one row."""
+
+    number: int
+    """Row number in the file, from 1."""
+    values: dict[str, pyarrow.Scalar]
+    """Values of the columns that are read."""
+    others: tuple[str, ...]
+    """Names of the other columns."""
+    bytes_read: int
+    """Approximate end of the row in the file or span, in bytes."""
+
+    def record(self) -> dict[str, Any]:
+        """Returns the row as JSON would hold it, null in columns that are not read; raises `UnicodeDecodeError` for texts
+        that are not UTF-8."""
+        read = {name: _as_json(value.as_py(maps_as_pydicts="strict")) for name, value in self.values.items()}
+        return dict.fromkeys(self.others) | read
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a value of a table without the fields that all structs have but this one does not use, which are null."""
+    match value:
+        case dict():
+            return {key: _as_json(inner) for key, inner in value.items() if inner is not None}
+        case list():
+            return value if value and isinstance(value[0], int | float) else [_as_json(inner) for inner in value]
+        case bytes():
+            return value.decode()
+        case str() | int() | float() | None:
+            return value
+        case _:  # times and the like
+            return str(value)
+
+
 class RowGroups(NamedTuple):
     """Consecutive row groups of a parquet file."""
 
@@ -163,6 +197,46 @@ def parquet_rows(path: Path, key: str, span: Span | None = None) -> Iterator[Row
             for value in _inside(batch.column(names[0]), names[1:]):
                 row += 1
                 yield Row(row, value, size * (row - groups.first_row) // groups.num_rows)
+
+
+def parquet_records(path: Path, columns: Container[str], span: Span | None = None) -> Iterator[RecordRow]:
+    """Yields the given columns of a parquet file, as far as it has them, row by row; has the errors of `parquet_rows`."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        names, others = _chosen(file.schema_arrow, columns)
+        groups = RowGroups.of(file, span)
+        row, size = groups.first_row, path.stat().st_size if span is None else span.end - span.start
+        for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups.numbers, columns=names):
+            for index in range(batch.num_rows):
+                row += 1
+                values = {name: batch.column(name)[index] for name in names}
+                yield RecordRow(row, values, others, size * (row - groups.first_row) // groups.num_rows)
+
+
+def arrow_records(path: Path, columns: Container[str]) -> Iterator[RecordRow]:
+    """Yields the given columns of an Arrow IPC file, as far as it has them, row by row; has the errors of `arrow_rows`."""
+    with pyarrow.OSFile(str(path)) as file:  # see `arrow_rows`
+        is_file = file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        opened = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+        file.seek(0)
+        schema = opened(file).schema
+        names, others = _chosen(schema, columns)
+        file.seek(0)
+        reader = opened(file, options=pyarrow.ipc.IpcReadOptions(included_fields=list(map(schema.names.index, names))))
+        row, size = 0, file.size()
+        for number, batch in enumerate(_batches(reader)):
+            reached = size * (number + 1) // reader.num_record_batches if is_file else file.tell()
+            batch.validate(full=True)
+            for index in range(batch.num_rows):
+                row += 1
+                yield RecordRow(row, {name: batch.column(name)[index] for name in names}, others, reached)
+
+
+def _chosen(schema: pyarrow.Schema, columns: Container[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Returns the columns of a table that are read, and the others."""
+    names = [name for name in schema.names if name in columns]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise NoSuchKeyError(f"has {names.count(double)} columns named {double!r}")
+    return names, tuple(name for name in schema.names if name not in names)
 
 
 def arrow_rows(path: Path, key: str) -> Iterator[Row]:

@@ -80,9 +80,9 @@ class FileGroup:
         return sum(identity.size for identity in self.identities)
 
     @property
-    def is_chat(self) -> bool:
-        """Whether the documents are conversations."""
-        return self.source.format.is_chat
+    def has_targets(self) -> bool:
+        """Whether documents say which of their tokens are trained on."""
+        return self.source.format.has_targets
 
     @property
     def is_marked(self) -> bool:
@@ -231,7 +231,7 @@ def known_group(group: FileGroup, cache_dir: Path) -> HashedGroup | None:
 
 def _with_hash(group: FileGroup, sha256: str) -> HashedGroup:
     config, suffixes = group.source.config, [path.suffix for path in group.files]  # a hash may not cover these
-    read_by = config.chat_format if group.is_chat else config.text_key
+    read_by = config.form.key if group.has_targets else config.text_key
     content = cache.key_of(config.kind, read_by, suffixes, sha256)
     return HashedGroup(group.source, group.files, group.identities, group.span, content=content)
 

@@ -21,13 +21,22 @@ import pyarrow.parquet
 
 from llamajax import disk
 from llamajax.config.data import SourceConfig
-from llamajax.data.documents.columns import NoSuchKeyError, NoTextError, Row, RowGroups, arrow_rows, parquet_rows, value_at
-from llamajax.data.documents.conversations import Conversation, conversation_of
+from llamajax.data.documents.columns import (
+    NoSuchKeyError,
+    NoTextError,
+    Row,
+    RowGroups,
+    arrow_rows,
+    parquet_rows,
+    value_at,
+)
+from llamajax.data.documents.conversations import Conversation
 from llamajax.data.documents.json_arrays import BrokenArrayError
 from llamajax.data.documents.lines import Span, lines_extent, read_lines
 from llamajax.data.documents.remote import File, shown
 from llamajax.data.documents.split import HEAD_CHARS, split_hash
 from llamajax.data.documents.text_files import COMPRESSIONS, JSON_SUFFIXES, READ_BYTES, NoTextFileError, mark_of, opened
+from llamajax.data.documents.token_records import Encoded
 from llamajax.errors import DataError
 
 MAX_DOCUMENT_CHARS = 2 * HEAD_CHARS
@@ -42,13 +51,17 @@ class Document(NamedTuple):
     """One text or a piece of one; may be empty."""
 
     text: str
-    """For a conversation: everything said in it, or empty if none of it is trained on."""
+    """For a conversation: everything said in it, or empty if none of it is trained on. For tokens: the ids as text."""
     bytes_read: int
     """End of this document in the source's files, in bytes, for progress reports."""
     split_hash: int = 0
     """Hash that decides whether the text is held out; equal for all pieces of a text."""
     conversation: Conversation | None = None
     """The conversation behind the text, in a `chat` source."""
+    encoded: Encoded | None = None
+    """The tokens, in a `tokenized` source."""
+    where: object = None
+    """Place of these tokens, for messages."""
     error: str = ""
     """Reason why this line or row is left out; its text is empty then."""
     goes_on: bool = False
@@ -68,14 +81,12 @@ class Format:
     """File name suffixes to look for in a directory."""
     paired: ClassVar[tuple[str, ...]] = ()
     """Suffixes of the files that accompany them. A path may then name just the prefix that both share."""
-    folders_are_datasets: ClassVar[bool] = False
-    """Whether a directory is one dataset written by `Dataset.save_to_disk`."""
     fields_of_form: ClassVar[int] = 0
     """How many fields of a text file's `Form` affect its documents; 0 if its form is not checked."""
     is_packed: ClassVar[bool] = False
     """Whether a document may be longer than the file that holds it, because of compression."""
-    is_chat: ClassVar[bool] = False
-    """Whether the documents are conversations."""
+    has_targets: ClassVar[bool] = False
+    """Whether documents say which of their tokens are trained on: conversations, and records of tokens."""
     is_tokenized: ClassVar[bool] = False
     """Whether the files hold tokens instead of documents."""
 
@@ -86,6 +97,10 @@ class Format:
     def own_files(self) -> list[File] | None:
         """Returns the files of a format that has no paths, else None."""
         return None
+
+    def is_dataset(self, folder: Path) -> bool:
+        """Returns whether a directory is one dataset written by `Dataset.save_to_disk`."""
+        return False
 
     def documents(self, path: Path, span: Span | None) -> Iterator[Document]:
         """Yields the documents of a file, or those that begin in `span` if the file `has_spans`; bad ones carry an `error`.
@@ -269,28 +284,13 @@ class Jsonl(Format):
         return record
 
 
-class Chat(Jsonl):
-    """One conversation per line or element."""
-
-    max_line_bytes = 2**22
-    """About a million tokens. Training uses at most one row of a conversation."""
-    is_chat = True
-
-    def _of_line(self, line: bytes, where: object, bytes_read: int) -> Iterable[Document]:
-        record = self._record(line, where)
-        try:
-            conversation = conversation_of(record, self.config.chat_format, where)
-        except ValueError as error:
-            raise self.error(where, str(error), "chat_format") from error
-        text = conversation.text
-        return [Document(text, bytes_read, split_hash(text), conversation)]
-
-
 class Arrow(Format):
     """One document per row of a file in Arrow's IPC format."""
 
-    folders_are_datasets = True
     is_packed = True
+
+    def is_dataset(self, folder: Path) -> bool:
+        return True
 
     def documents(self, path: Path, span: Span | None) -> Iterator[Document]:
         try:
@@ -318,7 +318,9 @@ class Parquet(Arrow):
     """One document per row of a parquet file."""
 
     suffixes = (".parquet",)
-    folders_are_datasets = False
+
+    def is_dataset(self, folder: Path) -> bool:
+        return False
 
     def has_spans(self, file: File) -> bool:
         return True
@@ -337,12 +339,6 @@ class Megatron(Format):
     suffixes = (".idx",)
     paired = (".bin",)
     is_tokenized = True
-
-
-FORMATS: dict[str, type[Format]] = {
-    "text": Text, "jsonl": Jsonl, "parquet": Parquet, "arrow": Arrow, "stdlib": Stdlib, "chat": Chat, "megatron": Megatron,
-}  # fmt: skip
-"""Format by the `kind` of a source."""
 
 
 def _cut(text: str) -> Iterator[str]:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from llamajax import disk
 from llamajax.config.data import DEFAULT_CACHE_DIR, SourceConfig, is_remote
 from llamajax.data.documents.columns import NotReadableError, shards_of
-from llamajax.data.documents.formats import FORMATS, Document, Format
+from llamajax.data.documents.formats import Document, Format
 from llamajax.data.documents.lines import Span
+from llamajax.data.documents.record_formats import FORMATS
 from llamajax.data.documents.remote import File, RemoteFile, listed, shown
 from llamajax.data.documents.text_files import COMPRESSIONS
 from llamajax.errors import DataError
@@ -101,7 +102,7 @@ class Source:
                 remote.update((file.url, file) for file in found if not _is_unfinished(PurePath(file.url), pattern))
                 continue
             for path in _matches(format, pattern, folders, others):
-                for number, file in enumerate(_shards(format, path) if format.folders_are_datasets else [path]):
+                for number, file in enumerate(_shards(format, path)):
                     places.setdefault(file, (path, number))
         meant = [path for path in places if not _is_beside(path.name)]
         meant_remote = [url for url in remote if not _is_beside(PurePath(shown(url)).name)]
@@ -155,7 +156,7 @@ def _matches(format: Format, pattern: str, folders: list[Path], others: list[Pur
         is_prefix = bool(format.paired) and disk.status(path) is None
         folder = Path(pattern.removesuffix(".idx")).expanduser() if is_prefix else path
         about = disk.status(folder)
-        if not format.folders_are_datasets and about is not None and stat.S_ISDIR(about.st_mode):
+        if about is not None and stat.S_ISDIR(about.st_mode) and not format.is_dataset(folder):
             return _files_below(format, folder, others)
         if not glob.has_magic(pattern):
             return [path]
@@ -230,7 +231,7 @@ def _is_beside(name: str) -> bool:
 
 def _shards(format: Format, path: Path) -> list[Path]:
     """Returns the files of a saved dataset, or the one file."""
-    if not os.path.isdir(path):
+    if not (os.path.isdir(path) and format.is_dataset(path)):
         return [path]
     try:
         with format.reading(path):

@@ -44,7 +44,9 @@ class NoTextFileError(ValueError):
         of_table = {"a parquet file": "parquet", "an Arrow file": "arrow"}.get(str(self))
         if of_table is None:
             return "unpack it, and name the files in it"
-        return "write its conversations as JSONL" if kind == "chat" else f"set kind: {of_table}, or name other files"
+        if kind in ("chat", "tokenized"):
+            return f"let its name end in .{of_table}"
+        return f"set kind: {of_table}, or name other files"
 
 
 class Form(NamedTuple):

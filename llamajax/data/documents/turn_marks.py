@@ -5,6 +5,7 @@ made for it), `loss` and `loss_scale` (ms-swift, XTuner), `loss_weight` (LLaMA-F
 (verl, slime), `masked` (torchtune). Fields with one clear meaning are honoured; any other field about learning is refused.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 
@@ -15,9 +16,10 @@ _LEARNT_IF_TRUE = (
 _HIDDEN_IF_TRUE = ("masked",)
 MARKS = frozenset((*_LEARNT_IF_TRUE, *_HIDDEN_IF_TRUE))
 """Fields that say whether a message is trained on."""
-_MARKS_OF_RECORD = ("weight", "train", "trainable", "loss_mask", "loss_weight", "masked", "mask")
+MARKS_OF_RECORD = ("weight", "train", "trainable", "loss_mask", "loss_weight", "masked", "mask")
 """Fields that say so for a whole record. Other `MARKS` may be measurements there, such as a loss."""
-_OF_PREFERENCES = ("label", "kto_tag")
+OF_PREFERENCES = ("label", "kto_tag")
+"""Fields that are false for a rejected answer."""
 
 _ABOUT_LEARNING = frozenset((
     "train", "trains", "training", "trainable", "trained", "learn", "learns", "learning", "learnable", "learned", "learnt",
@@ -27,17 +29,19 @@ _ABOUT_LEARNING = frozenset((
 _REMEDY = 'write "train": true or "train": false instead'
 
 
+@functools.lru_cache
 def says_about_learning(key: str) -> bool:
     """Returns whether a field's name contains a word about learning, as `train_detail` and `lossWeight` do."""
     return bool(_ABOUT_LEARNING & {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key)})
 
 
-def learnt_mark(message: Mapping[str, object], where: str) -> bool | None:
+def learnt_mark(message: Mapping[str, object], where: str, own: str | None = None) -> bool | None:
     """Returns whether the message is marked to be trained on, or None if it has no mark.
 
     Args:
         message: a message of a conversation, or a part of its content.
         where: place of the message in error messages, with a trailing dot.
+        own: name of a field that the source's configuration makes a mark, true where a message is trained on.
 
     Raises:
         ValueError: `field: rule; remedy`, if a mark is not supported, or two marks contradict each other.
@@ -46,10 +50,12 @@ def learnt_mark(message: Mapping[str, object], where: str) -> bool | None:
     for key, value in message.items():
         if value is None:
             continue
-        if key in MARKS:
+        if key in MARKS or key == own:
             found[key] = _is_true(value, f"{where}{key}") != (key in _HIDDEN_IF_TRUE)
         elif says_about_learning(key) and value not in ("", [], {}):
-            raise ValueError(f"{where}{key}: this field about learning has no meaning here; {_REMEDY}, or remove it")
+            raise ValueError(
+                f"{where}{key}: this field about learning has no meaning here; {_REMEDY}, or name it in fields.train"
+            )
     if len(set(found.values())) > 1:
         raise ValueError(f"{where}{' and '.join(found)} contradict each other; keep one of them")
     return next(iter(found.values()), None)
@@ -61,14 +67,14 @@ def check_record(record: Mapping[str, object]) -> None:
     Raises:
         ValueError: `field: rule; remedy`.
     """
-    for key in _MARKS_OF_RECORD:
+    for key in MARKS_OF_RECORD:
         if (value := record.get(key)) is None:
             continue
         if key == "mask":
             raise ValueError(f"mask: means different things to different programs; remove it, and {_REMEDY} in messages")
         if _is_true(value, key) == (key in _HIDDEN_IF_TRUE):
             raise ValueError(f"{key}: excludes the whole line from training; remove the line")
-    for key in _OF_PREFERENCES:
+    for key in OF_PREFERENCES:
         if record.get(key) is False:
             raise ValueError(f"{key}: false marks a rejected answer; remove the line")
 

@@ -19,11 +19,13 @@ from llamajax.data.rows.rows import PackedSource, RowPlace, cache_error
 from llamajax.data.rows.stages import Passes, StageRows, stage_orders, takes_part
 from llamajax.data.tasks import MapTasks
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.data.tokens.source_tokens import Counts
 from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN
 from llamajax.data.tokens.tokenize_run import tokenized
 from llamajax.errors import DataError
 
 _ROWS_LOOKED_AT = 64
+_TOKENS_LOOKED_AT = 2**16
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ def _prepare(
             packed[seq_len].append(own)
             if seq_len == data.seq_len:
                 _check_bad(own, log)
+                _check_end(own, tokenizer, log)
             summary.append(_describe(own) if seq_len == data.seq_len else _describe_rows(own))
             log(summary[-1])
             if takes_part(stages, index, seq_len):
@@ -206,6 +209,19 @@ def _check_bad(packed: PackedSource, log: Callable[[str], None]) -> None:
         log(f"left out   {source.key}: {bad:,} bad records, the first one {packed.tokens.counts.first_bad}")
 
 
+def _check_end(packed: PackedSource, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
+    """Logs a warning if no token that ends an answer is learned in a source of tokens; templates are checked elsewhere."""
+    store = packed.tokens.store
+    if packed.source.config.kind != "tokenized" or not store.tokens_of_part.any():
+        return
+    tokens, learnt = store.piece(0, 0, min(_TOKENS_LOOKED_AT, int(store.tokens_of_part[0])) - 1)
+    if learnt is not None and tokenizer.token_bytes[tokens[1:][learnt]].all():
+        log(
+            f"warning    {packed.source.key}: its labels never include {tokenizer.name(tokenizer.eos_id)} or another token"
+            " without text, so the model never learns to stop; give the token that ends each answer its label"
+        )
+
+
 def _check_rows(packed: PackedSource, of_row: str) -> None:
     """Raises `DataError`, with the cause, if a source has nothing to train on; `of_row` names what sets the row length."""
     if packed.num_rows(TRAIN):
@@ -237,14 +253,18 @@ def _describe(packed: PackedSource) -> str:
         f"{size} {tokens:,} tokens,"
         f" {tokens / max(counts.documents, 1):,.0f} per document; {num_rows:,} rows{full};"
         f" held out: {packed.num_rows(HELD_OUT):,} rows"
-        + (
-            f"; {counts.more:,} documents more than conversations: the template changes earlier answers"
-            if counts.more
-            else ""
-        )
+        + _describe_split(counts)
         + (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "")
         + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
     )
+
+
+def _describe_split(counts: Counts) -> str:
+    """Returns how many conversations became several documents."""
+    if not counts.more:
+        return ""
+    of = f"{counts.split:,} conversations are {counts.split + counts.more:,}" if counts.split else f"{counts.more:,} more"
+    return f"; {of} documents, because the template changes earlier answers"
 
 
 def _describe_rows(packed: PackedSource) -> str:

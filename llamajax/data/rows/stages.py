@@ -13,6 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -102,6 +103,23 @@ class Passes:
                 for source, (a, b) in enumerate(zip(begun, read, strict=True)):
                     epochs[source] += (b - a) / self.num_rows[stage.seq_len][source] if b > a else 0.0
         return epochs
+
+    def num_steps(self, num_epochs: float) -> int:
+        """Returns the fewest steps that read `num_epochs` times the rows of all sources of their stage."""
+
+        def has_read(step: int) -> bool:
+            ends = [*(stage.from_step for stage in self.stages[1:]), step]
+            read = Fraction(0)
+            for stage, end in zip(self.stages, ends, strict=True):
+                rows = self.rows_after(max(stage.from_step, min(end, step))) - self.rows_after(stage.from_step)
+                read += Fraction(rows, self.rows_of(stage))
+            return read >= Fraction(str(num_epochs))
+
+        return bisect.bisect_left(range(2**62), True, lo=1, key=has_read)
+
+    def rows_of(self, stage: Stage) -> int:
+        """Returns the number of rows of all sources that a stage takes rows from."""
+        return sum(rows for rows, weight in zip(self.num_rows[stage.seq_len], stage.weights, strict=True) if weight)
 
     def check(self, sources: Sequence[SourceConfig], num_steps: int) -> None:
         """Raises `ConfigError` if the run would go through a source more often than its `max_epochs`."""

@@ -48,7 +48,7 @@ def choose_encoder(tokenizer: Tokenizer, groups: Sequence[FileGroup], cache_dir:
         OSError: the cache's disk fails or is full.
     """
     tokenizer.is_fast = False
-    texts = [group for group in groups if not group.is_chat]
+    texts = [group for group in groups if not group.has_targets]
     if sum(group.num_bytes for group in texts) < MIN_BYTES:
         return
     own, fast = (f"{name} {version(name)}" for name in (tokenizer.library, "gigatoken"))

@@ -186,6 +186,9 @@ class HuggingFaceTokenizer(Tokenizer):
         with self._working():
             return self._tokenizer.decode([int(token) for token in ids])
 
+    def name(self, token: int) -> str:
+        return self._tokenizer.id_to_token(int(token)) or f"<{token}>"
+
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         """Turns panics of the Rust library, which are not `Exception`s, into a `DataError`."""

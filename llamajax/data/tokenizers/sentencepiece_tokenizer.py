@@ -138,6 +138,9 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in ids])
 
+    def name(self, token: int) -> str:
+        return self._processor.id_to_piece(int(token))
+
 
 class _Cutter:
     """Finds added tokens in a text; among those that begin at one place, the longest."""

@@ -146,6 +146,15 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids; special tokens have no text, and bytes that are not UTF-8 become U+FFFD."""
 
+    @abc.abstractmethod
+    def name(self, token: int) -> str:
+        """Returns the name of a token, such as `<|im_end|>`."""
+
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """Returns the text of the ids, with the names of tokens that have no text."""
+        runs = itertools.groupby(ids, key=lambda token: bool(self.token_bytes[token]))
+        return "".join(self.decode(run) if has_text else "".join(map(self.name, run)) for has_text, run in runs)
+
     def _named_end(self, key: str, ids: Callable[[str], int | None]) -> int | None:
         """Returns the token that the configuration names under `key`, or None if it names none."""
         name = self.read_from.ends.get(key)

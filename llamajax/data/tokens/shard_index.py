@@ -50,6 +50,8 @@ class ShardIndex:
         """Number of records that are left out because they are invalid."""
         self.more: int = file.info.get("more", 0)
         """Number of additional documents of conversations that become several."""
+        self.split: int = file.info.get("split", 0)
+        """Number of these conversations."""
         self.first_bad: str = file.info["first_bad"]
         """Error of the first invalid record."""
         self._first_of_entry = np.cumsum([0, *file.arrays["num_shards"][:]])
@@ -83,7 +85,7 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
             of_entries = list(threads.map(_heads, entries))
         heads = list(itertools.chain.from_iterable(of_entries))
         totals = zip(*(head.totals for head in heads), strict=True)
-        more = sum(head.more for head in heads)
+        more, split = sum(head.more for head in heads), sum(head.split for head in heads)
         cache.write_arrays(
             path,
             {
@@ -94,7 +96,7 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
             },
             {
                 "first_bad": next((head.first_bad for head in heads if head.first_bad), ""),
-                **({"more": more} if more else {}),
+                **({"more": more, "split": split} if more else {}),
             },
             keep=is_new,
         )
@@ -108,6 +110,7 @@ class _Head(NamedTuple):
     """Values in the order of `_TOTALS`."""
     first_bad: str
     more: int
+    split: int
 
 
 def _heads(entry: Path) -> list[_Head]:
@@ -122,5 +125,5 @@ def _heads(entry: Path) -> list[_Head]:
         totals = (
             len(shard.tokens), len(shard.hashes), shard.text_bytes, shard.num_space_signs, shard.num_empty, shard.num_bad,
         )  # fmt: skip
-        heads.append(_Head(shard.sha256, totals, shard.first_bad, shard.num_more))
+        heads.append(_Head(shard.sha256, totals, shard.first_bad, shard.num_more, shard.num_split))
     return heads

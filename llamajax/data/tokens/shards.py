@@ -17,10 +17,11 @@ from jaxtyping import Bool, Int64
 from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate
-from llamajax.data.chat.chat_tokens import Encoded, encode_conversation
+from llamajax.data.chat.chat_tokens import encode_conversation
 from llamajax.data.documents.file_groups import GROUP_BYTES, HashedGroup, announce_fetching
 from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import plain_hash
+from llamajax.data.documents.token_records import Encoded
 from llamajax.data.progress import Progress, TokenizingProgress
 from llamajax.data.tokenizers.encoder_choice import choose_encoder
 from llamajax.data.tokenizers.long_documents import Spool, encode_long
@@ -42,6 +43,7 @@ _DOCUMENTS = "shard-1"
 _LONG = "whole"
 """Key for groups that may contain documents which earlier versions cut."""
 _CONVERSATIONS = "chat-4"
+_TOKENS = "tokens-1"
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,11 @@ class Shard:
     sha256: str
     """Hash that identifies the content."""
     learnt: cache.CheckedArray | None = None
-    """For conversations, whether each token is trained on, as bits, highest first: uint8 [ceil(num_tokens / 8)]."""
+    """For documents that say so, whether each token is trained on, as bits, highest first: uint8 [ceil(num_tokens / 8)]."""
     num_more: int = 0
     """Number of additional documents of conversations that become several, because one cannot train on all answers."""
+    num_split: int = 0
+    """Number of these conversations."""
 
     @property
     def num_read(self) -> int:
@@ -102,11 +106,13 @@ class Shard:
 def shards_entry(group: HashedGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
     """Returns the directory of the group's shards; `template` is needed only for conversations and ignored otherwise."""
     key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
-    if group.may_be_long and not group.is_chat:
+    if group.may_be_long and not group.has_targets:
         key.append(_LONG)
-    if group.is_chat:
+    if group.source.config.kind == "chat":
         assert template is not None
         key += [_CONVERSATIONS, template.sha256]
+    elif group.has_targets:
+        key.append(_TOKENS)
     return cache_dir / FOLDER / cache.key_of(*key)
 
 
@@ -270,7 +276,7 @@ def _next_shard(
     tokens = Spool(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32), entry)
     lengths = [np.zeros(1, np.int64)]
     hashes, plain_hashes, learnt = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
-    num_empty = num_bad = num_more = num_space_signs = text_bytes = size = 0
+    num_empty = num_bad = num_more = num_split = num_space_signs = text_bytes = size = 0
     first_bad = ""
     last = False
 
@@ -301,10 +307,10 @@ def _next_shard(
                     last = False
                     break
         size += batch_size
-        if group.is_chat:
-            assert template is not None
-            encoded = _encode_conversations(batch, tokenizer, template, leave_out)
+        if group.has_targets:
+            encoded = _encode_marked(batch, group, tokenizer, template, leave_out)
             num_more += sum(len(samples) - 1 for _, samples in encoded)
+            num_split += sum(len(samples) > 1 for _, samples in encoded)
             batch = [document for document, samples in encoded for _ in samples]
             ids = [ids for _, samples in encoded for ids, _ in samples]
             learnt += [is_learnt for _, samples in encoded for _, is_learnt in samples]
@@ -319,7 +325,7 @@ def _next_shard(
         hashes.append(np.array([document.split_hash for document in batch], np.uint64))
         plain_hashes.append(np.array([plain_hash(document.text) for document in batch], np.uint64))
         num_space_signs += sum("\u2581" in document.text for document in batch)
-        batch_bytes = sum(utf8_length(document.text) for document in batch)
+        batch_bytes = sum(utf8_length(document.text) for document in batch if document.encoded is None)
         text_bytes += batch_bytes
         progress.advance(len(batch), batch_bytes, bytes_read, len(of_batch))
         if long is not None:
@@ -342,11 +348,12 @@ def _next_shard(
         "hashes": np.concatenate(hashes),
         "plain_hashes": np.concatenate(plain_hashes),
     }
-    if group.is_chat:
+    if group.has_targets:
         arrays["learnt"] = np.packbits(np.concatenate(learnt))
     return arrays, {
         "text_bytes": text_bytes, "first": first, "num_space_signs": num_space_signs, "num_empty": num_empty,
-        "num_bad": num_bad, "first_bad": first_bad, "last": last, **({"num_more": num_more} if group.is_chat else {}),
+        "num_bad": num_bad, "first_bad": first_bad, "last": last,
+        **({"num_more": num_more, "num_split": num_split} if group.has_targets else {}),
     }  # fmt: skip
 
 
@@ -363,13 +370,27 @@ def _pass_over(documents: Iterator[Document], number: int) -> None:
             pass
 
 
-def _encode_conversations(
-    documents: Sequence[Document], tokenizer: Tokenizer, template: ChatTemplate, leave_out: Callable[[str], None]
+def _encode_marked(
+    documents: Sequence[Document],
+    group: HashedGroup,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    leave_out: Callable[[str], None],
 ) -> list[tuple[Document, list[Encoded]]]:
-    """Returns the conversations that the template accepts; `leave_out` receives the errors of the others."""
+    """Returns the documents that say what is trained on, as tokens; `leave_out` receives the errors of the others."""
     encoded = []
     for document in documents:
+        if (own := document.encoded) is not None:
+            if (largest := own.ids.max(initial=0)) < tokenizer.vocab_size:
+                encoded.append((document, [own]))
+            else:
+                leave_out(
+                    f"{document.where}: {group.source.key}.fields: {largest} is no id of the {tokenizer.vocab_size} tokens"
+                    f" of {tokenizer.source}; name the tokenizer that made them"
+                )
+            continue
         assert document.conversation is not None
+        assert template is not None
         try:
             encoded.append((document, encode_conversation(template, tokenizer, document.conversation)))
         except DataError as error:

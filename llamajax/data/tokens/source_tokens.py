@@ -33,6 +33,8 @@ class Counts(NamedTuple):
     """Error of the first invalid record."""
     more: int = 0
     """Number of additional documents of conversations that become several, because one cannot train on all answers."""
+    split: int = 0
+    """Number of these conversations."""
 
 
 class SourceTokens(Protocol):
@@ -103,6 +105,7 @@ class ShardedTokens:
         return Counts(
             documents=index.documents, tokens=int(index.tokens_of_shard.sum()), text_bytes=index.text_bytes,
             space_signs=index.space_signs, empty=index.empty, bad=index.bad, first_bad=index.first_bad, more=index.more,
+            split=index.split,
         )  # fmt: skip
 
     @property

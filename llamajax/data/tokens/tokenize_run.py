@@ -3,11 +3,12 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.file import config_to_dict, settings_of
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat.chat_tokens import end_problem
@@ -69,7 +70,8 @@ def tokenized(
     if told is not None:
         for line in told["lines"]:
             log(line)
-        sources = [replace(source, config=_source_config(of)) for source, of in zip(sources, told["sources"], strict=True)]
+        configs = (settings_of(SourceConfig, of) for of in told["sources"])
+        sources = [replace(source, config=own) for source, own in zip(sources, configs, strict=True)]
     elif config.data.cleaning.steps:
         groups = [_groups(source, cache_dir, log_work) for source in sources]
         sources = clean(sources, groups, config.data.cleaning, cache_dir, log, run, log_work=log_work)
@@ -156,11 +158,6 @@ def _is_here(names: Sequence[str], cache_dir: Path) -> bool:
     return (trained == cache_dir or cache.is_whole(trained)) and all(index.exists() for index in indexes)
 
 
-def _source_config(fields: dict[str, Any]) -> SourceConfig:
-    """Rebuilds the source from the fields of `dataclasses.asdict`."""
-    return SourceConfig(**{**fields, "paths": tuple(fields["paths"])})
-
-
 def _made(
     config: Config,
     sources: Sequence[Source],
@@ -197,7 +194,7 @@ def _made(
         return None
     return {
         "files": [str(path.relative_to(cache_dir)) for path in found],
-        "sources": [asdict(source.config) for source in sources],
+        "sources": [config_to_dict(source.config) for source in sources],
         "lines": lines,
     }
 

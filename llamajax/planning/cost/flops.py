@@ -12,8 +12,10 @@ from llamajax.estimates.formulas import (
     layer_matrices,
     num_matmul_params,
     saved_token_share,
+    trained_weights,
 )
 from llamajax.estimates.pipeline import StageWork, share_of_head
+from llamajax.estimates.training_flops import adapter_matmul_params, matmul_flops_per_token, output_weight
 from llamajax.planning.cost.attention import computed_scores, planned_kernel
 from llamajax.step.resolve import ResolvedRun
 
@@ -54,23 +56,27 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     again = sum(
         size * (lost.get(matrix.result or "", 0.0) if matrix.result in kept else 1.0) for matrix, size in matrices.items()
     )
-    matmul_flops = 6 * num_matmul_params(model)
+    matmul_flops = matmul_flops_per_token(config, model)
     again_forward = 2 if model.remat == "full" else 0
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four for the backward pass.
     if (scores := computed_scores(run)) is not None:
         by_keys = 7 if planned_kernel(run)[0] == "tokamax" else 4
         attention = 2 * L * heads * ((9 - by_keys + again_forward) * scores.by_queries + by_keys * scores.by_keys)
     elif planned_kernel(run)[0] == "cudnn":
-        attention = (7 + again_forward) * (flops_per_token(model, seq_len) - matmul_flops) / 6
+        attention = (7 + again_forward) * (flops_per_token(model, seq_len) - 6 * num_matmul_params(model)) / 6
     else:
         parts = num_parts("seq", run.mesh) if config.parallel.sequence == "ring" else 1
         share = (2 * parts + 1) / (4 * parts) if parts > 1 else 1
         attention = (7 + again_forward) * 2 * L * heads * seq_len * share
     tokens, work = config.train.global_batch_size * seq_len, StageWork.of(config, run.mesh)
-    head = 6.0 * model.vocab_size * model.embed_dim
+    table = model.vocab_size * model.embed_dim
+    head = (6.0 if output_weight(model) in trained_weights(config, model) else 4.0) * table
+    of_adapters = adapter_matmul_params(config, model)
+    again += of_adapters / L if again else 0
     of_layers = matmul_flops - head + 2.0 * L * again + attention
-    # Of the products, two in six are forward without recomputation; attention's are two of seven, or of nine in all kernels.
-    forward = (matmul_flops - head) / 3 + attention * 2 / (7 + again_forward)
+    # Without recomputation, the forward pass has two FLOPs per parameter; and two products of attention's seven, or of nine
+    # in all kernels.
+    forward = 2.0 * (num_matmul_params(model) - table + of_adapters) + attention * 2 / (7 + again_forward)
     run_each = work.stages * work.layers_per_chunk / (L * work.micro_batches)
     executed = run_each * (work.forward_passes * forward + work.backward_passes * (of_layers - forward))
     heads_run = work.stages * work.heads / work.micro_batches * share_of_head(config, run.mesh)

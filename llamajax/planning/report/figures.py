@@ -80,7 +80,6 @@ from llamajax.config.run import Config
 from llamajax.estimates.calibration import read_measurement
 from llamajax.estimates.communication import least_wire_bytes, pipeline_bytes
 from llamajax.estimates.formulas import (
-    flops_per_token,
     mean_keys,
     mesh_sizes,
     minimum_state_bytes,
@@ -90,6 +89,7 @@ from llamajax.estimates.formulas import (
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.estimates.machine import planned_machine
 from llamajax.estimates.pipeline import StageWork
+from llamajax.estimates.training_flops import training_flops_per_token
 from llamajax.planning.cost.accuracy import accuracy
 from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.cost.kernels import compiled_attention
@@ -127,7 +127,7 @@ def analytic_figures(config: Config) -> dict[str, Any]:
         "mesh": mesh_sizes(config),
         "num_params": num_params(model),
         "tokens_per_step": tokens,
-        "model_flops": flops_per_token(model, config.data.seq_len, keys=_keys(config)) * tokens,
+        "model_flops": training_flops_per_token(config, config.data.seq_len, keys=_keys(config)) * tokens,
         "remarks": remarks(config),
         "capacity_bytes": planned_gpu(hardware).memory_bytes,
         "zero_minimum_bytes": minimum_state_bytes(config),
@@ -296,8 +296,10 @@ def schedule_figures(config: Config, schedule: Schedule) -> dict[str, Any]:
         "wire_bytes_by_link": timeline.wire_bytes,
         "wire_bytes_factor": sent / least if least else None,
         "tokens_per_sec_per_device": tokens_per_sec,
-        "mfu": flops_per_token(config.model, seq_len, keys=_keys(config)) * tokens_per_sec / gpu.peak_flops,
-        "mfu_full_attention": flops_per_token(config.model, seq_len, full_attention=True) * tokens_per_sec / gpu.peak_flops,
+        "mfu": training_flops_per_token(config, seq_len, keys=_keys(config)) * tokens_per_sec / gpu.peak_flops,
+        "mfu_full_attention": training_flops_per_token(config, seq_len, full_attention=True)
+        * tokens_per_sec
+        / gpu.peak_flops,
         "hfu": flops / timeline.step_time_s / gpu.peak_flops,
         "flops": flops,
         "idle_flops": counted.idle / num_devices,
@@ -354,7 +356,7 @@ def _named(of: Any, *names: str) -> dict[str, Any]:
 def money(config: Config, tokens_per_sec_per_device: float) -> dict[str, float | None]:
     """Returns days and price of the token budget, and the price of a billion tokens; prices are None unless one is set."""
     hardware = config.hardware
-    budget = hardware.token_budget or config.tokens_after(config.train.num_steps)
+    budget = config.planned_tokens
     gpu_hours_per_token = 1 / tokens_per_sec_per_device / 3600
     price = hardware.price_per_gpu_hour and hardware.price_per_gpu_hour * gpu_hours_per_token
     return {

@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from llamajax.config.run import Config
+from llamajax.config.run import UNKNOWN_TOKENS, Config
 from llamajax.estimates.gpu_memory_budget import VARIABLE
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.plan import Plan, Schedule
@@ -44,7 +44,7 @@ def print_plan(plan: Plan, told: Figures) -> None:
     _print_collectives(told)
     if count > 1:
         _print_schedules(plan.config, told)
-    _print_money(told)
+    _print_money(plan.config, told)
     if not told["fits"]:
         _print_suggestions(told)
     if told["sweep"]:
@@ -318,13 +318,18 @@ def _print_schedules(config: Config, told: Figures) -> None:
         log(f"set        {changes.replace(chr(34), '')}: the best of these")
 
 
-def _print_money(told: Figures) -> None:
+def _print_money(config: Config, told: Figures) -> None:
     text = f"{format_count(told['token_budget'])} tokens take {told['days']:,.1f} days on these {told['num_devices']} GPUs"
     if told["price"] is None:
         text += "; hardware.price_per_gpu_hour is not set, so no prices"
     else:
         text += f" and cost {told['price']:,.0f}, which is {told['price_per_billion_tokens']:,.2f} per billion tokens"
     log(f"money      {text}")
+    if config.train.num_epochs is not None and told["token_budget"] == UNKNOWN_TOKENS:
+        log(
+            f"length     the data decide how many steps train.num_epochs={config.train.num_epochs:g} takes; set"
+            " hardware.token_budget for time and price of the run"
+        )
 
 
 def print_ramp(config: Config, told: Figures) -> None:

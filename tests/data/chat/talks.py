@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llamajax.config.data import ChatFormat
+from llamajax.config.conversations import ChatForm, ChatFormat
 from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.data.chat.chat_tokens import encode_conversation
 from llamajax.data.documents.conversations import conversation_of
@@ -33,13 +34,13 @@ def calling(arguments) -> dict[str, Any]:
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "4"}
 
 
-def spelling(folder: Path):
+def spelling(folder: Path, special: Sequence[str] = ()):
     """A tokenizer that spells every byte, and has the special tokens, as we and transformers read it; templates by text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens([*SPECIAL, *special])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
@@ -50,7 +51,7 @@ def spelling(folder: Path):
 def samples(both, text, record, chat_format: ChatFormat = "messages"):
     """Returns the text of each sample and its learnt part, decoded by transformers."""
     ours, theirs, template = both
-    encoded = encode_conversation(template(text), ours, conversation_of(record, chat_format))
+    encoded = encode_conversation(template(text), ours, conversation_of(record, ChatForm(chat_format=chat_format)))
     found = []
     for ids, learnt in encoded:
         said, before = [], False

@@ -92,11 +92,7 @@ REFUSED = [
     (OPENS, [Q, ONE], BEGINS.format("assistant:<think>\n")),
     (WITHOUT_BLOCKS, [Q, ONE], BEGINS.format("assistant:<think>\n")),
     (OPENS, [Q, ONE | {"content": "<think>\nwhy\n</think>one"}, R, TWO], BEGINS.format("assistant:<think>\n")),
-    (
-        READS_FIRST + WITHOUT_BLOCKS, [ONE, R, TWO],
-        "refuses the conversation: list object has no element 0; messages[0] answers nothing: put a question before it, or"
-        " name a template with {% generation %} blocks",
-    ),
+    (READS_FIRST + WITHOUT_BLOCKS, [ONE, R, TWO], BEGINS.format("assistant:<think>\n")),
     (
         ASKS_FIRST + WITHOUT_BLOCKS, [SYSTEM, ONE, R, TWO],
         "refuses the conversation: ask first; messages[1] answers nothing: put a question before it, or",

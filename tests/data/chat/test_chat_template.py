@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from llamajax.config.conversations import ChatForm
 from llamajax.data.chat import chat_template
 from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
 from llamajax.data.chat.chat_tokens import Encoded, encode_conversation, encode_messages
@@ -62,7 +63,7 @@ def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def encode(template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> Encoded:
-    (encoded,) = encode_conversation(template, tokenizer, conversation_of({"messages": messages}, "messages"))
+    (encoded,) = encode_conversation(template, tokenizer, conversation_of({"messages": messages}, ChatForm()))
     return encoded
 
 
@@ -128,7 +129,7 @@ def test_every_format_gives_the_same_tokens(spelling, name, chat_format):
     tokenizer = spelling(*ENDS[name])
     template = read_template(TEMPLATES / f"{name}.jinja", tokenizer)
     messages = [SYSTEM, *TURNS[:2]]
-    read = conversation_of(record_of(messages, chat_format), chat_format).messages
+    read = conversation_of(record_of(messages, chat_format), ChatForm(chat_format=chat_format)).messages
     ids, learnt = encode(template, tokenizer, read)
     golden = GOLDEN[name].partition("⟧")[0] + "⟧" + ("\n" if name in ("chatml", "plain") else "")
     assert (ids.tolist(), learnt.tolist()) == spelt(tokenizer, golden)

@@ -1,5 +1,6 @@
 """Conversations of all kinds become the tokens that transformers gives them, and what is learnt is what is marked so."""
 
+import hashlib
 import json
 
 import pytest
@@ -100,6 +101,35 @@ LEARNT = [
     (THINKING, [Q, ONE | {"reasoning": "why"}], ["<think>\nwhy\n</think>\n\none<|im_end|>"]),
     (BLOCKS, [Q, ONE, R, TWO], ["one<|im_end|>", "two<|im_end|>"]),
 ]
+
+
+def test_a_thought_that_the_template_does_not_know_is_part_of_the_text(both):
+    found = samples(both, PLAIN, {"messages": [Q, ONE | {"reasoning_content": "why"}]})
+    said = "<think>\nwhy\n</think>\n\none"
+    assert found == [(served(both, PLAIN, [Q, ONE | {"content": said}]), [f"{said}<|im_end|>"])]
+    twice = {"content": said, "reasoning_content": "why"}
+    with pytest.raises(DataError, match=r"does not write messages\[1\].reasoning_content; name a template that does"):
+        samples(both, PLAIN, {"messages": [Q, ONE | twice]})
+
+
+def test_ids_of_calls_are_as_long_as_the_template_asks(both):
+    """As Mistral's; a call and its result keep one ID."""
+    strict = TOOLS.replace(
+        "{{- '<tool_call>'",
+        "{%- set own = m.tool_calls[0].id %}{%- if own is not defined or own | length != 9 %}"
+        "{{- raise_exception('9!') }}{%- endif %}"
+        "{{- '<tool_call>' + m.tool_calls[0].id",
+    ).replace("{%- if m.content %}", "{{- m.tool_call_id }}{%- if m.content %}")
+    ((whole, _),) = samples(both, strict, {"messages": [Q, calling({"x": 1}), RESULT, TWO]})
+    own = hashlib.sha256(b"a").hexdigest()[:9]
+    assert whole.count(own) == 2
+    nine = "abcdef123"
+    call = calling({"x": 1})
+    call["tool_calls"][0]["id"] = nine
+    ((whole, _),) = samples(both, strict, {"messages": [Q, call, {"role": "tool", "content": "4"}, TWO]})
+    assert whole.count(nine) == 2
+    ((whole, _),) = samples(both, TOOLS, {"messages": [Q, calling({"x": 1}), RESULT, TWO]})
+    assert own not in whole
 
 
 @pytest.mark.parametrize(("text", "messages", "learnt"), LEARNT, ids=range(len(LEARNT)))
@@ -232,7 +262,6 @@ def test_answers_to_one_question_share_a_sample(both):
 REFUSED = [
     (PLAIN, [Q, calling("{}"), RESULT, TWO], {}, "does not write messages[1].tool_calls; name a template that does, or"),
     (PLAIN, [Q, ONE], {"tools": [TOOL]}, "does not write tools; name a template that does, or remove it"),
-    (PLAIN, [Q, ONE | {"reasoning_content": "why"}], {}, "does not write messages[1].reasoning_content; name a template"),
     (
         ALTERNATING, [SYSTEM, Q, ONE], {},
         "refuses the conversation: roles must alternate; it accepts no system message: put that into the first"

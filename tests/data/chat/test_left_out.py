@@ -58,8 +58,6 @@ LEFT_OUT = [
     (SWITCH, THOUGHTFUL, {}, "messages[1].reasoning_content"),
     (SWITCH, INLINE, {}, "the thought in messages[1].content"),
     (SWITCH, [*INLINE, R, TWO], {}, "the thought in messages[1].content"),
-    (SPEAKING, THOUGHTFUL, {}, "messages[1].reasoning_content"),
-    (SPEAKING, [Q, ONE | {"thinking": "WHY"}], {"chat_template_kwargs": {"date": "today"}}, "messages[1].reasoning_content"),
     (CERTAIN, THOUGHTFUL, {}, "messages[1].reasoning_content"),
     (TOOLS_OF_SYSTEM, [Q, ONE], {"tools": [TOOL]}, "tools"),
     (TOOLS_OF_SYSTEM, [SYSTEM, Q, ONE], {"tools": [TOOL["function"]]}, "tools"),

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import zstandard
 
-from llamajax.config.data import ChatFormat, DataConfig, SourceConfig
-from llamajax.data.documents.conversations import Conversation, conversation_of
-from llamajax.data.documents.formats import Chat
+from llamajax.config.conversations import ChatForm, ChatFormat
+from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.data.documents.conversations import Conversation
+from llamajax.data.documents.conversations import conversation_of as conversation_in
+from llamajax.data.documents.record_formats import Chat
 from llamajax.data.documents.sources import Source
 from llamajax.errors import ConfigError, DataError
 from tests.data.chat.chat_from_docs import write_chat_jsonl
@@ -18,6 +20,10 @@ ASKED = {"role": "user", "content": "Q"}
 ANSWERED = {"role": "assistant", "content": "A"}
 TEXT = {"type": "text", "text": "A"}
 CALLING = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+def conversation_of(record, chat_format: ChatFormat = "messages", **names) -> Conversation:
+    return conversation_in(record, ChatForm(chat_format=chat_format, **names))
 
 
 def messages(*turns, **others):
@@ -300,7 +306,7 @@ def test_a_conversation_has_a_longest_length(tmp_path, monkeypatch):
         ({"kind": "chat"}, "paths: kind=chat needs them"),
         (
             {"kind": "chat", "paths": ("a",), "text_key": "body"},
-            "text_key: body has no effect with kind=chat; set chat_format",
+            "text_key: body has no effect with kind=chat; set fields, or",
         ),
         ({"kind": "jsonl", "paths": ("a",), "chat_format": "alpaca"}, "chat_format: alpaca has no effect with kind=jsonl"),
     ],

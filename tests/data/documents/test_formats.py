@@ -12,7 +12,8 @@ import zstandard
 
 from llamajax.config.data import SourceConfig
 from llamajax.data.documents import formats, split
-from llamajax.data.documents.formats import FORMATS, Jsonl
+from llamajax.data.documents.formats import Jsonl
+from llamajax.data.documents.record_formats import FORMATS
 from llamajax.data.documents.sources import Source
 from llamajax.errors import DataError, DiskError
 

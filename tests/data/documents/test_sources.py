@@ -107,7 +107,13 @@ RECORDS = ["a.jsonl", "x/a.JSONL.GZ", "x/d.ndjson.xz", "x/y/c.json"]
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [("jsonl", RECORDS), ("chat", RECORDS), ("parquet", ["x/table.parquet"]), ("megatron", ["x/t.idx"]), ("text", NAMES)],
+    [
+        ("jsonl", RECORDS),
+        ("chat", [*RECORDS, "x/table.parquet"]),
+        ("parquet", ["x/table.parquet"]),
+        ("megatron", ["x/t.idx"]),
+        ("text", NAMES),
+    ],
 )
 def test_a_directory_stands_for_the_files_of_its_kind_below_it(folder, kind, names):
     of_kind = found(kind, folder)

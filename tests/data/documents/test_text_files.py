@@ -104,7 +104,7 @@ def test_what_is_no_file_of_text_is_called_by_its_name(tmp_path):
             "jsonl",
             "is a parquet file, which kind=jsonl does not read; set kind: parquet, or name other files",
         ),
-        ("table.jsonl", "chat", "is a parquet file, which kind=chat does not read; write its conversations as JSONL"),
+        ("table.jsonl", "chat", "is a parquet file, which kind=chat does not read; let its name end in .parquet"),
         ("zip.jsonl", "text", "is a zip archive, which kind=text does not read; unpack it, and name the files in it"),
         ("tar.jsonl.gz", "jsonl", "is a tar archive, which kind=jsonl does not read; unpack it, and name the files in it"),
         ("file.jsonl", "jsonl", "is an Arrow file, which kind=jsonl does not read; set kind: arrow, or name other files"),

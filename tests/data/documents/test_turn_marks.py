@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from llamajax.config.conversations import ChatForm
 from llamajax.data.documents.conversations import conversation_of
 from llamajax.data.documents.turn_marks import learnt_mark, says_about_learning
 
@@ -12,7 +13,7 @@ BAD, GOOD = {"role": "assistant", "content": "bad"}, {"role": "assistant", "cont
 
 
 def is_learnt(*messages, **others):
-    return conversation_of({"messages": list(messages)} | others, "messages").is_learnt
+    return conversation_of({"messages": list(messages)} | others, ChatForm()).is_learnt
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, False])
@@ -45,14 +46,14 @@ def test_several_marks_may_agree():
 
 
 def test_a_mark_is_not_told_to_the_template():
-    messages = conversation_of({"messages": [Q, GOOD | {"weight": 1, "name": "n"}]}, "messages").messages
+    messages = conversation_of({"messages": [Q, GOOD | {"weight": 1, "name": "n"}]}, ChatForm()).messages
     assert messages == [Q, GOOD | {"name": "n"}]
 
 
 def test_sharegpt_turns_are_marked_too():
     turns = [("system", "s", None), ("human", "q", 0), ("gpt", "a", 1), ("human", "r", 0), ("gpt", "b", 0)]
     record = {"conversations": [{"from": role, "value": value, "weight": weight} for role, value, weight in turns]}
-    assert conversation_of(record, "sharegpt").is_learnt == [False, False, True, False, False]
+    assert conversation_of(record, ChatForm(chat_format="sharegpt")).is_learnt == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize(

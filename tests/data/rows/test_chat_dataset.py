@@ -1,6 +1,7 @@
 """From chat data to rows: learnt is what the assistant says, all of it once, next to texts, and from the cache."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamajax.config.data import ChatFormat, SourceConfig, TokenizerConfig
+from llamajax.config.conversations import ChatFormat
+from llamajax.config.data import SourceConfig, TokenizerConfig
 from llamajax.data.chat.chat_template import load_chat_template
 from llamajax.data.documents import file_groups
 from llamajax.data.rows.dataset import prepare
@@ -143,7 +145,9 @@ def test_answers_that_the_template_changes_are_learnt_once_each(tmp_path, tokeni
     more = len(expected) - len(written)
     (line,) = dataset.summary
     assert f" {len(expected)} documents, " in line
-    assert line.endswith(f"; {more} documents more than conversations: the template changes earlier answers")
+    split = sum(len(answers(messages)) > 1 for messages in written)
+    told = f"{split} conversations are {split + more} documents, because the template changes earlier answers"
+    assert line.endswith(f"; {told}")
     found = [said_in(targets, tokenizer) for _, _, targets in documents_of(epoch(dataset, num_rows(dataset)), tokenizer)]
     assert sorted(found) == expected
     made = sorted(shard_files(tmp_path))
@@ -168,6 +172,48 @@ def test_a_template_that_teaches_no_end_is_told_of_before_the_run(tmp_path, toke
     log = []
     prepare(chat_config(tmp_path, source), log=log.append)
     assert not [line for line in log if line.startswith("warning")]
+
+
+def write_tokens(path, shard):
+    """Writes documents of a shard as transformers' models take them."""
+    with path.open("w") as file:
+        for start, end in itertools.pairwise(shard.offsets[:].tolist()):
+            ids, learnt = shard.tokens[start:end].tolist(), shard.is_learnt(start, end).tolist()
+            labels = [token if is_learnt else -100 for token, is_learnt in zip(ids, learnt, strict=True)]
+            file.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
+
+
+def test_records_of_tokens_make_the_rows_of_their_conversations(tmp_path, tokenizer):
+    source, _ = chat_source(tmp_path, "chat.jsonl", 40)
+    rows = epoch(dataset := prepared(chat_config(tmp_path, source)), num_rows(dataset))
+    (shard,) = shard_files(tmp_path)
+    write_tokens(tmp_path / "tokens.jsonl", read_shard(shard))
+    tokens = SourceConfig(kind="tokenized", paths=(str(tmp_path / "tokens.jsonl"),))
+    config = config_for(tmp_path, tokens, seq_len=512)
+    log = []
+    dataset = prepare(config, log=log.append)
+    np.testing.assert_equal(epoch(dataset, num_rows(dataset)), rows)
+    assert dataset.template_sha256 is None
+    assert " tokenized: 40 documents, " in dataset.summary[0]
+    assert "MB" not in dataset.summary[0]
+    assert not [line for line in log if line.startswith("warning")]
+    (tmp_path / "tokens.jsonl").write_text('{"input_ids": [1, 500]}\n')
+    message = (
+        f"{tmp_path}/tokens.jsonl:1: data.sources[0].fields: 500 is no id of the 500 tokens of {tokenizer.source}; name"
+    )
+    assert refused(DataError, config).startswith(message)
+
+
+def test_tokens_that_teach_no_end_are_told_of_before_the_run(tmp_path, tokenizer):
+    (tmp_path / "tokens.jsonl").write_text('{"input_ids": [1, 300, 301, 2], "labels": [-100, 300, 301, -100]}\n' * 3)
+    log = []
+    source = SourceConfig(kind="tokenized", paths=(str(tmp_path / "tokens.jsonl"),))
+    prepare(config_for(tmp_path, source), log=log.append)
+    (line,) = [line for line in log if line.startswith("warning")]
+    assert line == (
+        "warning    data.sources[0]: its labels never include </s> or another token without text, so the model never learns"
+        " to stop; give the token that ends each answer its label"
+    )
 
 
 def test_mixed_with_texts_by_weight(tmp_path, tokenizer):

@@ -1,11 +1,15 @@
 """Mixtures that change: every stage in its own proportions, sources that go on, epochs that are counted and bounded."""
 
 import collections
+import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
+from llamajax.config.batch_ramp import BatchRampConfig
 from llamajax.config.data import SourceConfig, Stage, StageConfig, TokenizerConfig
+from llamajax.config.training import TrainConfig
 from llamajax.data.rows.dataset import prepare
 from llamajax.data.rows.loader import Loader
 from llamajax.data.rows.order import Proportions, training_order
@@ -128,6 +132,29 @@ def test_a_stage_that_rows_were_passed_over_before_leaves_out_as_many_of_its_own
     read += [second[position] for at in firsts[3:] for position in range(at, at + BATCH)]
     (straight,) = stage_orders(stages[:1], {SHORT: sources(100, 100)}, 0, rows_after)
     assert read == [straight[position] for at in firsts for position in range(at, at + BATCH)]
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "rows", "batch", "steps"),
+    [(3.0, 111, 4, 84), (2.5, 111, 4, 70), (2.5, 8, 4, 5), (0.1, 3, 64, 1), (0.3, 10, 1, 3)],
+)
+def test_epochs_are_the_fewest_steps_that_read_so_often(num_epochs, rows, batch, steps):
+    assert steps == math.ceil(Fraction(str(num_epochs)) * rows / batch)
+    passes = Passes((stage(0, 1.0, 1.0, 0.0),), {SHORT: [rows - 1, 1, 1000]}, lambda step: batch * step)
+    assert passes.num_steps(num_epochs) == steps
+
+
+def test_epochs_of_a_run_with_a_ramp_and_stages_add_up():
+    ramp = BatchRampConfig(start=4, increment=4, sequences=40)
+    run = TrainConfig(num_epochs=2.0, global_batch_size=8, grad_accum_steps=2, global_batch_ramp=ramp)
+    stages = (stage(0, 1.0, 1.0), stage(6, 0.0, 1.0, seq_len=LONG))
+    passes = Passes(stages, {SHORT: [30, 70], LONG: [10, 20]}, run.rows_after)
+    steps, before = passes.num_steps(2.0), run.rows_after(6)
+
+    def read(steps):
+        return before / 100 + (run.rows_after(steps) - before) / 20
+
+    assert read(steps) >= 2.0 > read(steps - 1)
 
 
 CAPPED = SourceConfig(kind="stdlib", max_epochs=2.0)

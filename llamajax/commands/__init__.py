@@ -1,0 +1,1 @@
+"""The verbs of `llamajax`: their table, and their completion in shells."""

@@ -1,0 +1,53 @@
+"""Picks a conversation of a run to show people: what is read of it, and what is learned."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from llamajax.data.documents.record_formats import FORMATS
+from llamajax.data.rows.dataset import Dataset
+from llamajax.data.rows.packing import Row
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
+from llamajax.step.batch import IGNORE
+
+_ROWS_LOOKED_AT = 64
+
+
+class Stretch(NamedTuple):
+    """Consecutive tokens of a document that are all learned, or all just read."""
+
+    text: str
+    """Their text, with the names of tokens that have none."""
+    is_learned: bool
+
+
+class Example(NamedTuple):
+    """A document that is learned in part."""
+
+    stretches: list[Stretch]
+    num_tokens: int
+    num_learned: int
+    """Number of its tokens that are learned."""
+
+
+def find_example(dataset: Dataset) -> Example | None:
+    """Returns the first document in the first rows of the run that is learned only in part; None if there is none."""
+    if not any(FORMATS[source.kind].has_targets for source in dataset.sources):
+        return None
+    for position in range(_ROWS_LOOKED_AT):
+        row = dataset.train_row(dataset.rows.first_row + position)
+        for segment in range(1, int(row["segment_ids"].max()) + 1):
+            if (row["targets"][row["segment_ids"] == segment] == IGNORE).any():
+                return _example(row, segment, dataset.tokenizer)
+    return None
+
+
+def _example(row: Row, segment: int, tokenizer: Tokenizer) -> Example:
+    tokens, targets = (row[name][row["segment_ids"] == segment] for name in ("tokens", "targets"))
+    learned = np.append(False, targets != IGNORE)  # the first token is never a target
+    ids = np.append(tokens, targets[-1])
+    ids, learned = (ids, learned) if learned[-1] else (ids[:-1], learned[:-1])
+    pairs = itertools.groupby(zip(ids.tolist(), learned.tolist(), strict=True), key=lambda pair: pair[1])
+    stretches = [Stretch(tokenizer.decode_all([token for token, _ in run]), is_learned) for is_learned, run in pairs]
+    return Example(stretches, len(ids), int(learned.sum()))

@@ -1,0 +1,1 @@
+"""What keeps this machine from training, and the remedy of each problem; starts no jax in its own process."""
