@@ -71,7 +71,7 @@ def run(config: ServeConfig) -> None:
     num_slots = sum(len(served.engine.slots) for served in models.values())
     most = num_slots + config.max_queue * len(models)
     listen(server, listener, drain_s=config.drain_s, max_requests=most, on_ready=functools.partial(say, ready))
-    say("ended      all answers are finished")
+    say("ended      at a signal")
 
 
 def load(config: ServeConfig, name: str, pretrained: Pretrained, model_config: ModelConfig, num_models: int) -> Served:
