@@ -46,7 +46,7 @@ def hub_model(address: str) -> HubModel:
     Raises:
         ConfigError: the address has another form.
     """
-    if not _is_well_formed(address):
+    if not is_well_formed(address):
         raise ConfigError(f"{show(address)} {FORM}")
     repository, *rest = address.removeprefix(PREFIX).split("@")
     commit = rest[-1] if rest and _COMMIT.fullmatch(rest[-1]) else None
@@ -54,7 +54,7 @@ def hub_model(address: str) -> HubModel:
     return HubModel(address, repository, revision, commit)
 
 
-def _is_well_formed(named: str) -> bool:
+def is_well_formed(named: str) -> bool:
     """Whether a setting names a directory, or a model on the Hub by an address in the right form."""
     repository, at, revision = named.removeprefix(PREFIX).partition("@")
     return not is_on_hub(named) or bool(
@@ -63,7 +63,7 @@ def _is_well_formed(named: str) -> bool:
 
 
 FORM = "must be hf://ORG/NAME or hf://ORG/NAME@REVISION, such as hf://meta-llama/Llama-3.1-8B"
-Weights = Annotated[str, Bound(_is_well_formed, FORM)]
+Weights = Annotated[str, Bound(is_well_formed, FORM)]
 """Type of a setting that names a model, in a directory or on the Hub."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from llamajax import disk
+from llamajax.config.hub import FORM, is_on_hub, is_well_formed
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.rules import AboveOne, Bound, NonNegativeInt, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
 from llamajax.config.shipped import find_file
@@ -26,9 +27,9 @@ class ServeConfig(Section):
     """A server of models: which ones, how many sequences at once, who may ask, and what a request may take."""
 
     model: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
-    """Weights, as NAME=DIRECTORY or just the directory: a run (its newest checkpoint), one of its checkpoints, or a Hugging
-    Face directory. Requests choose among several by NAME, which is the directory's own unless given; the first one answers
-    requests that name none."""
+    """Weights, alone or as NAME=WEIGHTS: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face
+    directory, or hf://ORG/NAME[@REVISION] on the Hugging Face Hub, fetched once per machine. Requests choose among several
+    by NAME, which is the directory's own unless given; the first one answers requests that name none."""
     host: str = "127.0.0.1"
     """Address to listen at. Others than those of this machine alone need a token in the environment variable
     LLAMAJAX_API_KEY, which every request must then have as `Authorization: Bearer TOKEN`."""
@@ -77,6 +78,8 @@ class ServeConfig(Section):
             yield f"model: several models have the name {name}; write NAME=DIRECTORY for them"
         if not all(name and path for name, path in map(_named, self.model)):
             yield "model: must not be empty; write DIRECTORY or NAME=DIRECTORY"
+        for path in (path for path in self.models.values() if not is_well_formed(path)):
+            yield f"model: {path} {FORM}"
         if self.mesh.pipeline != 1:
             yield "mesh.pipeline: only training has stages; leave it out, and split the model over mesh.fsdp or mesh.tensor"
 
@@ -103,7 +106,7 @@ class ServeConfig(Section):
         if self.chat_template is not None and disk.is_missing(find_file(self.chat_template), stat.S_ISREG):
             problems.append(f"chat_template: no file {self.chat_template}; correct the path")
         for path in self.models.values():
-            if disk.is_missing(os.path.expanduser(path), stat.S_ISDIR):
+            if not is_on_hub(path) and disk.is_missing(os.path.expanduser(path), stat.S_ISDIR):
                 problems.append(f"model: there is no directory {path}; give a run, a checkpoint or a Hugging Face model")
         return problems
 
@@ -112,5 +115,7 @@ def _named(text: str) -> tuple[str, str]:
     """Returns the name and the directory in a text of `model`."""
     if found := re.fullmatch(r"([^=/]*)=(.*)", text):
         return found[1], found[2]
+    if is_on_hub(text):
+        return text.rpartition("/")[2].partition("@")[0], text
     path = os.path.normpath(os.path.expanduser(text)) if text else ""
     return os.path.basename(os.path.abspath(path)) if path else "", text

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ def with_columns(
         return y
     down = tokenwise_matmul(_dropped(x, own[0], seeds), jnp.concatenate([adapter.a[...] for adapter in own], axis=-1))
     downs, columns = iter(jnp.split(down, len(own), axis=2)), columns_of(y.shape[-2], len(adapters))
-    added = [
+    added: list[Any] = [
         jnp.zeros_like(y[..., own_columns, :])
         if adapter is None
         else _amplified(adapter.scale, gathered_matmul(next(downs), adapter.b[...], "collective"))
@@ -155,7 +155,8 @@ def with_rows(
         return out
     y = _dropped(y, adapter, seeds)
     down = scattered_matmul(y, adapter.a[...], jax.typeof(out).sharding.spec, "collective")
-    out += _amplified(adapter.scale, tokenwise_matmul(down, adapter.b[...], rows=True))
+    added: Any = _amplified(adapter.scale, tokenwise_matmul(down, adapter.b[...], rows=True))
+    out += added
     return out if adapter.magnitude is None else _times(out, _factor(adapter, _plain(w)))
 
 

@@ -263,7 +263,7 @@ class Llama(nnx.Module):
         tables_and_masks = self._tables_and_masks(tokens, *known, sequence=sequence)
         # Compute none of them before this micro-batch's turn.
         tables_and_masks, tokens = jax.lax.optimization_barrier((tables_and_masks, tokens))
-        rows = self._by_layer(*tables_and_masks, None if seeds is None else laid_out(seeds, sequence))
+        rows = self._by_layer(*tables_and_masks, seeds=None if seeds is None else laid_out(seeds, sequence))
         x = self._embed(laid_out(tokens, sequence), copies)
 
         prepared, activations = PreparedWeights(self, copies), first_activations(x, self.auxiliary)
@@ -309,7 +309,7 @@ class Llama(nnx.Module):
         """Returns the rows' data for each layer of the repeated round of windows; arguments as for `hidden`."""
         known = (None, None) if self.config.attend_across_documents else (segment_ids, positions)
         tables_and_masks = self._tables_and_masks(tokens, *known, sequence=sequence)
-        return self._by_layer(*tables_and_masks, None if seeds is None else laid_out(seeds, sequence))
+        return self._by_layer(*tables_and_masks, seeds=None if seeds is None else laid_out(seeds, sequence))
 
     def prefill(self, tokens: Tokens, lengths: Int32[Array, "B"], cache: KVCache) -> tuple[Float32[Array, "B V"], KVCache]:
         """Reads prompts into the cache, from its first slot on; its previous contents are lost.

@@ -84,7 +84,7 @@ def _tokenwise(rows: bool, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _tokenwise_backward(rows: bool, kept: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
-    d_x = _tokenwise(not rows, d_y, w)
+    d_x: Any = _tokenwise(not rows, d_y, w)
     return d_x, _weight_gradient(d_y, x, w) if rows else _weight_gradient(x, d_y, w)
 
 

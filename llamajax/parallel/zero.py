@@ -330,7 +330,7 @@ def token_axes() -> frozenset[str]:
     return frozenset(axes_of("batch") + axes_of("seq"))
 
 
-def with_value(param: nnx.Param, value: Factor) -> nnx.Param:
+def with_value(param: nnx.Param, value: Factor | Quantized) -> nnx.Param:
     """Returns a weight with another value and the same declarations."""
     return nnx.Param(value, compute=param.compute, arrange=param.arrange, late=param.late, frozen=param.frozen)
 

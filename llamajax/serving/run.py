@@ -49,7 +49,7 @@ def run(config: ServeConfig) -> None:
     listener = bind(config.host, config.port)  # before all that takes long
     startup.connect(config.mesh, DistributedConfig())
     compilation_cache.start("auto", say)
-    found = {name: open_pretrained(Path(path).expanduser()) for name, path in config.models.items()}
+    found = {name: open_pretrained(path) for name, path in config.models.items()}
     types = {name: choose_types(config, pretrained.config) for name, pretrained in found.items()}
     first = next(iter(types.values()))
     jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, first, jax.device_count())))
@@ -71,7 +71,7 @@ def run(config: ServeConfig) -> None:
     num_slots = sum(len(served.engine.slots) for served in models.values())
     most = num_slots + config.max_queue * len(models)
     listen(server, listener, drain_s=config.drain_s, max_requests=most, on_ready=functools.partial(say, ready))
-    say("ended      all answers are finished")
+    say("ended      at a signal")
 
 
 def load(config: ServeConfig, name: str, pretrained: Pretrained, model_config: ModelConfig, num_models: int) -> Served:

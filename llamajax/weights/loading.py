@@ -139,6 +139,7 @@ def read_array(
 
 def _read_quantized(name: str, abstract: Quantized, tensors: Mapping[str, Stored]) -> Quantized:
     lies, shape = abstract.codes.sharding, abstract.shape[1:]
+    assert isinstance(lies, NamedSharding)
     of_layer = NamedSharding(lies.mesh, P(*lies.spec[1:]))
 
     def layer(number: int) -> jax.Array:

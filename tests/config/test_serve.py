@@ -9,6 +9,7 @@ from llamajax.errors import ConfigError
 
 def test_models_have_names():
     config = ServeConfig(model=("runs/a/", "b=runs/a", "c=~/x=y", "/models/Llama-3.2-1B"))
+    assert ServeConfig(model=("hf://a/b-1@main",)).models == {"b-1": "hf://a/b-1@main"}
     assert config.models == {"a": "runs/a/", "b": "runs/a", "c": "~/x=y", "Llama-3.2-1B": "/models/Llama-3.2-1B"}
 
 
@@ -18,6 +19,7 @@ def test_models_have_names():
         ({"model": ()}, "model: required; "),
         ({"model": ("",)}, "model: must not be empty; "),
         ({"model": ("a=",)}, "model: must not be empty; "),
+        ({"model": ("a=hf://b",)}, "model: hf://b must be hf://ORG/NAME"),
         ({"model": ("runs/a", "b/a")}, "model: several models have the name a; "),
         ({"port": 65536}, "port: 65536 must be a port"),
         ({"slots": 0}, "slots: 0 must be positive or unset"),

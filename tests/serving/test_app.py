@@ -9,9 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
+from llamajax.data.chat import chat_template
+from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.generation.completion import Completer, TextStream, _Row
 from llamajax.generation.prompts import Prompt
 from llamajax.generation.sampling import Sampling
+from llamajax.serving import app
 from llamajax.serving.answers import Limits
 from tests.runs import WORDS
 from tests.serving.served import MAX_SEQ_LEN, Running, make_served
@@ -400,3 +403,28 @@ def test_a_server_that_drains_finishes_what_it_has(served):
         running._http.should_exit = True
         status, found, _ = answer.result()
         assert (status, found["usage"]["completion_tokens"]) == (200, 60)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(running, monkeypatch):
+    monkeypatch.setattr(app, "BODY_S", 0.2)
+    with running.connect() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.slow
+def test_a_conversation_that_exceeds_the_limits_of_the_template_hinders_no_other(tmp_path, monkeypatch):
+    """Its process is killed, and another one started. And of two models each answers under its name."""
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 1)
+    hostile = "{% for m in messages %}{{ 'a' * m.size if m.size }}{{ m.content }}{% endfor %}"
+    models = [make_served(tmp_path / name, name) for name in ("one", "two")]
+    models[0].template = ChatTemplate(hostile, models[0].tokenizer, "a test")
+    with Running(*models) as running:
+        body = {"messages": [SAID | {"size": 2**31}], "max_tokens": 1}
+        status, answer, _ = running.ask("/v1/chat/completions", body)
+        assert (status, "chat template" in answer["error"]["message"]) == (400, True)
+        body = {"messages": [SAID], "max_tokens": 1}
+        for name in ("one", "two"):
+            assert running.post("/v1/chat/completions", **body, model=name)["model"] == name
+        assert running.post("/v1/chat/completions", **body)["model"] == "one"
+        assert [model["id"] for model in running.ask("/v1/models")[1]["data"]] == ["one", "two"]

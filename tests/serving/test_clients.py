@@ -1,5 +1,6 @@
 """The server as its users start and ask it: a process, OpenAI's library, lm-evaluation-harness, signals."""
 
+import http.client
 import json
 import os
 import re
@@ -86,7 +87,7 @@ def server(model):
         yield server
         server.process.send_signal(signal.SIGTERM)
         server.end()
-        assert server.lines[-1] == "ended      all answers are finished"
+        assert server.lines[-1] == "ended      at a signal"
         assert not [line for line in server.lines if "Traceback" in line]
 
 
@@ -191,7 +192,7 @@ def stream(server, **body):
 
 
 def test_signals(model):
-    """The first one lets an answer end and takes no new one; the second one ends at once."""
+    """The first one lets an answer end and takes no new one, for as long as it may take; the second one ends at once."""
     with Process(model, "--drain_s", "30") as server, stream(server, max_tokens=400) as answer:
         server.process.send_signal(signal.SIGTERM)
         text = answer.read()
@@ -201,7 +202,12 @@ def test_signals(model):
         assert any(line.startswith("draining   1 continuations") for line in server.lines)
         with pytest.raises(urllib.error.URLError):
             server.post("/v1/completions", prompt="a")
-    with Process(model) as server, stream(server):
+    with Process(model, "--drain_s", "1") as server, stream(server, max_tokens=4000) as answer:
+        server.process.send_signal(signal.SIGTERM)
+        server.end()
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+    with Process(model) as server, stream(server, max_tokens=4000):
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         server.process.send_signal(signal.SIGINT)
