@@ -22,7 +22,8 @@ class EvaluateConfig(Section):
     """Evaluation of a model: its loss on documents, or its results in the tasks of lm-evaluation-harness."""
 
     model: str
-    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory."""
+    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face or PEFT
+    directory."""
     data: str | None = None
     """YAML file of a run, with the documents in its section `data`, or a file with that section alone; unset: the documents
     that the model was trained on."""

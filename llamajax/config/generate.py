@@ -20,7 +20,8 @@ class GenerateConfig(Section):
     """Generation of text: prompts, how tokens are chosen, and where the texts go."""
 
     model: str
-    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face directory."""
+    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, or a Hugging Face or PEFT
+    directory."""
     prompt: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     """Text to continue."""
     prompts_file: str | None = None
