@@ -189,8 +189,8 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
     """Writes texts that continue prompts.
 
     Args:
-        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face or PEFT directory, or a `Model` of
-            `load_model`, which saves reading the weights again.
+        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face or PEFT directory, or a
+            `Model` of `load_model`, which saves reading the weights again.
         prompts: one text, or several.
         settings: those of `python -m llamajax.generate --help`, such as `max_tokens=64`, `temperature=0.8`, `seed=0`,
             `num_samples=1`, `stop=["END"]`, `chat=True`.

@@ -54,8 +54,8 @@ class Config(Settings):
     """Optimizer and learning rate."""
     init_from: str | None = None
     """Weights to start from: a run's directory, one of its checkpoints, or a Hugging Face or PEFT directory. The optimizer
-    starts fresh. The weights bring their tokenizer, unless `data.tokenizer.path` names one, and the settings of the model that are
-    left out. Unset: random weights."""
+    starts fresh. The weights bring their tokenizer, unless `data.tokenizer.path` names one, and the settings of the model
+    that are left out. Unset: random weights."""
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     """Low-rank adapters that are trained in place of the weights of `init_from`."""
     init_changes: tuple[InitChange, ...] = ()
