@@ -144,6 +144,8 @@ def test_other_exports_are_refused(run, tmp_path, capsys):
     assert "is already a Hugging Face directory" in refused(tmp_path / "base")
     assert "holds a whole model, and no adapters; leave it out" in refused(tmp_path / "base", "--merge")
     assert "--base: only adapters that are exported alone name their base" in refused(run, "--merge", "--base", "org/name")
+    assert main(hf_arguments([str(tmp_path / "peft"), str(tmp_path / "out")])) == 2
+    assert "holds adapters, which are used as they are" in capsys.readouterr().err
     assert main(hf_arguments([str(tmp_path / "base"), str(tmp_path / "imported"), "--no-verify"])) == 0
     capsys.readouterr()
     write_run(tmp_path / "above", open_pretrained(tmp_path / "peft"), tmp_path / "imported")
@@ -151,5 +153,8 @@ def test_other_exports_are_refused(run, tmp_path, capsys):
     assert export(tmp_path / "above", tmp_path / "merged", "--merge", "--no-verify") == 0
     assert export(run, tmp_path / "expected", "--merge", "--no-verify") == 0
     assert_same_bits(read_weights(tmp_path / "merged"), read_weights(tmp_path / "expected"))
+    body = json.loads((tmp_path / "base/config.json").read_text())
+    (tmp_path / "base/config.json").write_text(json.dumps(body | {"rms_norm_eps": 0.5}))
+    assert f"model.norm_eps: 1e-05 differs from {tmp_path / 'base'}; it must be 0.5" in refused(run)
     shutil.rmtree(tmp_path / "base")
     assert f"{tmp_path / 'base'}: there is no such directory" in refused(run)
