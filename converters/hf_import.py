@@ -14,7 +14,9 @@ from converters.blocks import BlockArray, block_shape
 from converters.verify import compare_logits
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.model import DType, ModelConfig
+from llamajax.config.peft import is_peft
 from llamajax.config.training import CheckpointConfig
+from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import num_params
 from llamajax.weights import names
 from llamajax.weights.hf_files import read_travelling
@@ -94,6 +96,8 @@ class Import:
 
 def open_import(source: Path, dtype: DType | None) -> Import:
     """Opens the Hugging Face model in `source`; see `open_directory`."""
+    if is_peft(source):
+        raise ConfigError(f"{source}: holds adapters, which are used as they are; `export {source} OUT --merge` merges them")
     found = open_directory(source, dtype)
     assert found.tensors is not None
     return Import(found, found.tensors, read_travelling(source))

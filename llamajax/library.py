@@ -189,7 +189,7 @@ def generate(model: "Name | Model", prompts: str | Sequence[str], **settings: An
     """Writes texts that continue prompts.
 
     Args:
-        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory,
+        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face or PEFT directory,
             hf://ORG/NAME[@REVISION], or a `Model` of `load_model`, which saves reading the weights again.
         prompts: one text, or several.
         settings: those of `python -m llamajax.generate --help`, such as `max_tokens=64`, `temperature=0.8`, `seed=0`,
@@ -237,7 +237,7 @@ def evaluate(model: Name, **settings: Any) -> dict[str, Any]:
     """Evaluates a model: its loss on held-out documents, or its results in lm-evaluation-harness.
 
     Args:
-        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or
+        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face or PEFT directory, or
             hf://ORG/NAME[@REVISION].
         settings: those of `python -m llamajax.evaluate --help`, such as `num_batches=8`, `split="train"`,
             `tasks="hellaswag,arc_easy"`, `limit=100`.
@@ -274,7 +274,7 @@ def load_model(
     """Reads the weights of a model onto the devices, with its tokenizer.
 
     Args:
-        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or
+        model: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face or PEFT directory, or
             hf://ORG/NAME[@REVISION].
         mesh: sizes of mesh axes, such as `{"fsdp": 8}`, or `{"num_cpu_devices": 2}` for emulated devices; None: split over
             as many devices along `tensor` as the heads allow, copied along `data` for the rest.

@@ -23,7 +23,7 @@ class EvaluateConfig(Section):
     """Evaluation of a model: its loss on documents, or its results in the tasks of lm-evaluation-harness."""
 
     model: Weights
-    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or
+    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face or PEFT directory, or
     hf://ORG/NAME[@REVISION] on the Hugging Face Hub, fetched once per machine."""
     data: str | None = None
     """YAML file of a run, with the documents in its section `data`, or a file with that section alone; unset: the documents

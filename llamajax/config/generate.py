@@ -21,7 +21,7 @@ class GenerateConfig(Section):
     """Generation of text: prompts, how tokens are chosen, and where the texts go."""
 
     model: Weights
-    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or
+    """Weights: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face or PEFT directory, or
     hf://ORG/NAME[@REVISION] on the Hugging Face Hub, fetched once per machine."""
     prompt: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     """Text to continue."""

@@ -4,11 +4,10 @@ import json
 import math
 import os
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.adapters import PROJECTIONS, AdapterKind, AdaptersConfig
+from llamajax.config.adapters import PROJECTIONS, AdapterKind, AdaptersConfig, Projection
 from llamajax.config.json_file import read_json
 from llamajax.errors import ConfigError, show
 
@@ -18,8 +17,12 @@ REMEDY = (
     " PeftModel.from_pretrained(BASE, DIR).merge_and_unload().save_pretrained(OUT)"
 )
 """Way around adapters that llamajax does not read."""
-_OF_BASE_AS_IT_IS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the weights of the base as they are."""
+_ACCEPTED = {
+    "task_type": (None, "CAUSAL_LM"),
+    "bias": (None, "none"),
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),  # others change the weights of the base
+}
+"""Values of settings that have others, which are not supported."""
 _READ = {
     "peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "bias", "init_lora_weights",
     "target_modules", "base_model_name_or_path", "revision",
@@ -36,7 +39,7 @@ def is_peft(directory: Path) -> bool:
     return os.path.isfile(directory / ADAPTER_CONFIG)  # False for a path that may not be read, too
 
 
-def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[str]) -> AdaptersConfig:
+def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[Projection]) -> AdaptersConfig:
     """Returns the adapters that an `adapter_config.json` describes.
 
     The tensors beside the file tell which modules have an adapter. Its `target_modules`, which may be a regular expression
@@ -69,9 +72,8 @@ def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[str])
 
     if body.get("peft_type") != "LORA":
         raise refused("peft_type") if "peft_type" in body else ConfigError(f"{path}: peft_type: is missing; {REMEDY}")
-    for key in ("task_type", "bias", "init_lora_weights"):
-        accepted = {"task_type": (None, "CAUSAL_LM"), "bias": (None, "none"), "init_lora_weights": _OF_BASE_AS_IT_IS}[key]
-        if not any(body.get(key) is value or body.get(key) == value for value in accepted):
+    for key, accepted in _ACCEPTED.items():
+        if body.get(key) not in accepted:
             raise refused(key)
     for key, value in body.items():
         if key not in _READ | _WITHOUT_EFFECT and value:
@@ -85,10 +87,10 @@ def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[str])
     if kind == "dora" and flag("use_rslora"):
         alpha *= math.sqrt(rank)  # the same factor, written for DoRA's own rule
     own = tuple(name for name in PROJECTIONS if name in targets)
-    return replace(AdaptersConfig(kind=kind, rank=rank, alpha=alpha, dropout=dropout), targets=own)
+    return AdaptersConfig(kind=kind, rank=rank, alpha=alpha, dropout=dropout, targets=own)
 
 
-def _check_targets(modules: list[Any], path: Path, targets: Collection[str]) -> None:
+def _check_targets(modules: list[Any], path: Path, targets: Collection[Projection]) -> None:
     """Checks that tensors exist for a list of modules."""
     named = {str(module).rpartition(".")[2] for module in modules}
     found = {f"{name}_proj" for name in targets}

@@ -56,9 +56,9 @@ class Config(Settings):
     optimizer: OptimizerConfig
     """Optimizer and learning rate."""
     init_from: Weights | None = None
-    """Weights to start from: a run's directory, one of its checkpoints, a Hugging Face directory, or hf://ORG/NAME[@REVISION]
-    on the Hugging Face Hub; the run keeps its commit. The weights bring their tokenizer, unless `data.tokenizer.path` names
-    one, and all settings of the model that are left out. The optimizer starts fresh. Unset: random weights."""
+    """Weights to start from: a run's directory, one of its checkpoints, a Hugging Face or PEFT directory, or
+    hf://ORG/NAME[@REVISION] on the Hugging Face Hub; the run keeps its commit. The weights bring their tokenizer, unless
+    `data.tokenizer.path` names one, and all settings of the model left out. The optimizer starts fresh. Unset: random."""
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     """Low-rank adapters that are trained in place of the weights of `init_from`."""
     init_changes: tuple[InitChange, ...] = ()

@@ -28,7 +28,7 @@ _BUFFER = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers with frequencies that old Llamas store beside the weights; they follow from config.json."""
 
 
-def open_pretrained(named: str | os.PathLike[str]) -> Pretrained:
+def open_pretrained(named: str | os.PathLike[str], *, for_adapters: tuple[Path, ...] = ()) -> Pretrained:
     """Determines the kind of a model and checks everything but the weights; needs a current mesh. Processes call this
     together.
 
@@ -36,6 +36,7 @@ def open_pretrained(named: str | os.PathLike[str]) -> Pretrained:
         named: a run directory, which selects its newest good checkpoint; RUN/checkpoints/STEP; a directory made by
             `python -m converters.hf import`; a Hugging Face directory; a PEFT directory; or hf://ORG/NAME[@REVISION], which
             is fetched. Adapters bring their base, which `adapter_config.json` or the run's `init_from` names.
+        for_adapters: adapters that the model is the base of, the outermost first.
 
     Raises:
         CheckpointError: there is no good checkpoint, or it holds a model of another llamajax version.
@@ -43,6 +44,10 @@ def open_pretrained(named: str | os.PathLike[str]) -> Pretrained:
         DiskError: the disk or the Hub fails, perhaps temporarily.
     """
     path = local_directory(named)
+    if path in for_adapters:
+        rule = "names adapters as their own base; name the model that they were trained beside"
+        raise ConfigError(f"{for_adapters[0]}: {rule}")
+    for_adapters += (path,)
     try:
         disk.read_again(lambda: os.listdir(path))
     except OSError as error:
@@ -71,12 +76,12 @@ def open_pretrained(named: str | os.PathLike[str]) -> Pretrained:
         if stored_dtype not in get_args(ExportDType) or not _is_hf(meta.get("hf"), step_dir / "meta.json", config):
             raise CheckpointError(f"{step_dir / 'meta.json'}: hf or stored_dtype is invalid; choose another step")
         adapters = adapters_of_run(step_dir, meta)
-        base = None if adapters is None else _base_of_run(step_dir, meta)
+        base = None if adapters is None else _base_of_run(step_dir, config, meta, for_adapters)
         return Pretrained(
             step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None, adapters=adapters, base=base
         )  # fmt: skip
     if is_peft(path):
-        return open_peft(path, open_pretrained(base_of(path)))
+        return open_peft(path, open_pretrained(base_of(path), for_adapters=for_adapters))
     if (path / CONFIG).is_file():
         return open_directory(path)
     raise ConfigError(
@@ -98,7 +103,7 @@ def local_directory(named: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name)).absolute()
 
 
-def _base_of_run(step_dir: Path, meta: Mapping[str, Any]) -> Pretrained:
+def _base_of_run(step_dir: Path, config: ModelConfig, meta: Mapping[str, Any], for_adapters: tuple[Path, ...]) -> Pretrained:
     """Returns the model that the adapters of a checkpoint belong to: the first one without adapters that `init_from` leads
     to.
 
@@ -109,8 +114,10 @@ def _base_of_run(step_dir: Path, meta: Mapping[str, Any]) -> Pretrained:
     named = meta["config"].get("init_from")
     if not isinstance(named, str):
         raise CheckpointError(f"{step_dir}: holds adapters, but its run names no init_from; choose another step")
-    found = open_pretrained(named)
-    return found if found.base is None else found.base
+    found = open_pretrained(named, for_adapters=for_adapters)
+    base = found if found.base is None else found.base
+    base.check(config, meta["config"].get("init_changes", ()))
+    return base
 
 
 def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:

@@ -33,7 +33,7 @@ def open_peft(path: Path, base: Pretrained) -> Pretrained:
     if base.adapters is not None:
         raise ConfigError(f"{path}: its base, {base.source}, holds adapters itself; export that with --merge first")
     tensors = _tensors(path)
-    found = {match[1] for name in tensors if (match := _MODULE.fullmatch(name))}
+    found: set[Any] = {match[1] for name in tensors if (match := _MODULE.fullmatch(name))}
     targets = [name for name in PROJECTIONS if name in found]
     if not targets:
         raise ConfigError(f"{path / ADAPTERS}: has no adapter of a layer's projections; {REMEDY}")

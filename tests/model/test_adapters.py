@@ -30,13 +30,20 @@ MODELS = {
 SLOW = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads of torch wait for each other longer than they multiply such small matrices."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("variant", "kind", "targets"),
     [
         ("grouped", "dora", ALL),
-        ("tied", "rslora", ("q_proj", "v_proj")),
-        pytest.param("grouped", "lora", ALL, marks=SLOW),
-        pytest.param("tied", "lora", ALL, marks=SLOW),
+        pytest.param("tied", "rslora", ("q_proj", "v_proj"), marks=SLOW),
         pytest.param("qwen2", "dora", ALL, marks=SLOW),
         pytest.param("mlp-biases", "dora", ("o_proj", "k_proj", "up_proj"), marks=SLOW),
     ],
@@ -57,22 +64,18 @@ def test_logits_are_those_of_peft(variant, kind, targets, tmp_path):
 NUM_STEPS, B, T = 50, 4, 16
 
 
+@SLOW
 @pytest.mark.parametrize(
-    ("kind", "targets", "variant", "num_steps"),
-    [
-        ("lora", ("q_proj", "v_proj"), "tied", 5),
-        pytest.param("lora", ALL, "grouped", NUM_STEPS, marks=SLOW),
-        pytest.param("rslora", ("q_proj", "v_proj"), "qwen2", NUM_STEPS, marks=SLOW),
-        pytest.param("dora", ALL, "grouped", NUM_STEPS, marks=SLOW),
-    ],
+    ("kind", "targets", "variant"),
+    [("lora", ALL, "grouped"), ("rslora", ("q_proj", "v_proj"), "qwen2"), ("dora", ALL, "tied")],
 )
-def test_training_has_the_losses_of_peft_and_changes_adapters_alone(kind, targets, variant, num_steps, tmp_path):
+def test_training_has_the_losses_of_peft_and_changes_adapters_alone(kind, targets, variant, tmp_path):
     """From the same first factors, on the same batches, with the same AdamW."""
     write_base(tmp_path / "base", tiny(**MODELS[variant], num_layers=2))
     theirs = write_adapters(tmp_path / "base", tmp_path / "peft", targets, **KINDS[kind], seed=None).train()
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 96, (num_steps, B, T), dtype=np.int32)
-    targets_of = np.where(rng.random((num_steps, B, T)) < 0.1, -1, rng.integers(0, 96, (num_steps, B, T), dtype=np.int32))
+    tokens = rng.integers(0, 96, (NUM_STEPS, B, T), dtype=np.int32)
+    targets_of = np.where(rng.random((NUM_STEPS, B, T)) < 0.1, -1, rng.integers(0, 96, (NUM_STEPS, B, T), dtype=np.int32))
 
     with jax.set_mesh(single_device_mesh()):
         found = open_pretrained(tmp_path / "peft")
@@ -82,7 +85,7 @@ def test_training_has_the_losses_of_peft_and_changes_adapters_alone(kind, target
             adapters=dataclasses.replace(found.adapters, base="float32"),
             init_from="unused",
             optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", grad_clip_norm=None),
-            train=TrainConfig(num_steps=num_steps, global_batch_size=B),
+            train=TrainConfig(num_steps=NUM_STEPS, global_batch_size=B),
             mesh=MeshConfig(),
         )
         assert found.base is not None

@@ -153,11 +153,15 @@ def test_other_tensors_are_refused(changed, expected, copied):
     assert "\n" not in str(refused.value)
 
 
-def test_pickles_damage_and_adapters_of_adapters_are_refused(copied, tmp_path):
+def test_pickles_damage_and_adapters_of_adapters_are_refused(written, copied, tmp_path):
     shutil.copytree(copied, tmp_path / "above")
     change(tmp_path / "above", base_model_name_or_path=str(copied))
     with pytest.raises(ConfigError, match="holds adapters itself; export that with --merge first"):
         open_pretrained(tmp_path / "above")
+    change(copied, base_model_name_or_path=str(copied))
+    with pytest.raises(ConfigError, match=f"^{copied}: names adapters as their own base; name the model"):
+        open_pretrained(copied)
+    shutil.copy(written / "peft/adapter_config.json", copied)
     file = copied / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="download it again"):
