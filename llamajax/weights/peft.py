@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.adapters import PROJECTIONS, AdaptersConfig
+from llamajax.config.adapters import PROJECTIONS, AdaptersConfig, Projection
 from llamajax.config.file import settings_of
 from llamajax.config.json_file import read_json
 from llamajax.config.peft import ADAPTER_CONFIG, REMEDY, read_peft_config
@@ -34,7 +34,7 @@ def open_peft(path: Path, base: Pretrained) -> Pretrained:
         raise ConfigError(f"{path}: its base, {base.source}, holds adapters itself; export that with --merge first")
     tensors = _tensors(path)
     found = {match[1] for name in tensors if (match := _MODULE.fullmatch(name))}
-    targets = tuple(name for name in PROJECTIONS if f"{name}_proj" in found)
+    targets: tuple[Projection, ...] = tuple(name for name in PROJECTIONS if f"{name}_proj" in found)
     if not targets:
         raise ConfigError(f"{path / ADAPTERS}: has no adapter of a layer's projections; {REMEDY}")
     adapters = read_peft_config(read_json(path / ADAPTER_CONFIG), path / ADAPTER_CONFIG, targets)
