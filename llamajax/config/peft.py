@@ -3,11 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.adapters import PROJECTIONS, AdapterKind, AdaptersConfig, Projection
+from llamajax.config.adapters import AdapterKind, AdaptersConfig, Projection
 from llamajax.config.json_file import read_json
 from llamajax.errors import ConfigError, show
 
@@ -39,7 +38,7 @@ def is_peft(directory: Path) -> bool:
     return os.path.isfile(directory / ADAPTER_CONFIG)  # False for a path that may not be read, too
 
 
-def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[Projection]) -> AdaptersConfig:
+def read_peft_config(body: dict[str, Any], path: Path, targets: tuple[Projection, ...]) -> AdaptersConfig:
     """Returns the adapters that an `adapter_config.json` describes.
 
     The tensors beside the file tell which modules have an adapter. Its `target_modules`, which may be a regular expression
@@ -86,11 +85,10 @@ def read_peft_config(body: dict[str, Any], path: Path, targets: Collection[Proje
     kind: AdapterKind = "dora" if flag("use_dora") else "rslora" if flag("use_rslora") else "lora"
     if kind == "dora" and flag("use_rslora"):
         alpha *= math.sqrt(rank)  # the same factor, written for DoRA's own rule
-    own = tuple(name for name in PROJECTIONS if name in targets)
-    return AdaptersConfig(kind=kind, rank=rank, alpha=alpha, dropout=dropout, targets=own)
+    return AdaptersConfig(kind=kind, rank=rank, alpha=alpha, dropout=dropout, targets=targets)
 
 
-def _check_targets(modules: list[Any], path: Path, targets: Collection[Projection]) -> None:
+def _check_targets(modules: list[Any], path: Path, targets: tuple[Projection, ...]) -> None:
     """Checks that tensors exist for a list of modules."""
     named = {str(module).rpartition(".")[2] for module in modules}
     found = {f"{name}_proj" for name in targets}

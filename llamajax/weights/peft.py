@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llamajax.config.adapters import PROJECTIONS, AdaptersConfig
+from llamajax.config.adapters import PROJECTIONS, AdaptersConfig, Projection
 from llamajax.config.file import settings_of
 from llamajax.config.json_file import read_json
 from llamajax.config.peft import ADAPTER_CONFIG, REMEDY, read_peft_config
@@ -17,7 +17,7 @@ from llamajax.weights.pretrained import Pretrained
 from llamajax.weights.safetensors import Stored
 
 ADAPTERS = "adapter_model.safetensors"
-_MODULE = re.compile(rf"{re.escape(names.OF_PEFT)}model\.layers\.[0-9]+\.(?:self_attn|mlp)\.([a-z]+)_proj\.lora_.*")
+_MODULE = re.compile(rf"{re.escape(names.OF_PEFT)}model\.layers\.[0-9]+\.(?:self_attn|mlp)\.([a-z]+_proj)\.lora_.*")
 
 
 def open_peft(path: Path, base: Pretrained) -> Pretrained:
@@ -33,8 +33,8 @@ def open_peft(path: Path, base: Pretrained) -> Pretrained:
     if base.adapters is not None:
         raise ConfigError(f"{path}: its base, {base.source}, holds adapters itself; export that with --merge first")
     tensors = _tensors(path)
-    found: set[Any] = {match[1] for name in tensors if (match := _MODULE.fullmatch(name))}
-    targets = [name for name in PROJECTIONS if name in found]
+    found = {match[1] for name in tensors if (match := _MODULE.fullmatch(name))}
+    targets: tuple[Projection, ...] = tuple(name for name in PROJECTIONS if f"{name}_proj" in found)
     if not targets:
         raise ConfigError(f"{path / ADAPTERS}: has no adapter of a layer's projections; {REMEDY}")
     adapters = read_peft_config(read_json(path / ADAPTER_CONFIG), path / ADAPTER_CONFIG, targets)
