@@ -89,7 +89,8 @@ def _described(weights: Path) -> tuple[Path, dict[str, Any]]:
         DiskError: the disk fails, which may pass.
     """
     if is_peft(weights):  # adapters have the settings of their base
-        weights = Path(os.path.expanduser(base_of(weights)))
+        named = base_of(weights)
+        weights = find_config(hub_model(named)).parent if is_on_hub(named) else Path(os.path.expanduser(named))
     if (found := _of_checkpoints(weights)) is not None:
         return found[0], found[1]["model"]
     path = weights / CONFIG
