@@ -167,7 +167,9 @@ def print_header(config: Config, model: Any) -> None:
     log(f"llamajax   {llamajax.__version__}, jax {jax.__version__}, Python {platform.python_version()}")
     log(f"run        {config.run_dir}")
     log(f"devices    {devices(in_processes)}")
-    num_params = params_of(config.model)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(model))
+    if config.adapters.enabled:  # the sizes of codes and scales are not those of weights
+        num_params = params_of(config.model) + sum(trained_weights(config, config.model).values())
     if jax.default_backend() == "cpu" and config.mesh.num_cpu_devices is None:
         log(
             "warning    jax found no accelerator; on the GPUs of this machine, install llamajax[cuda13] and check the driver"

@@ -7,7 +7,7 @@ import pytest
 from llamajax.checkpoint.read import restore
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.parallel import MeshConfig
-from llamajax.config.training import CheckpointConfig, TrainConfig
+from llamajax.config.training import CheckpointConfig
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
@@ -130,7 +130,7 @@ def test_names_that_freeze_nothing_or_all_are_refused():
 
     def refused(*frozen: str) -> str:
         with pytest.raises(ConfigError) as error:
-            partition(TrainConfig(num_steps=1, global_batch_size=1, frozen=frozen), model)
+            partition(CONFIG.changed({"train.frozen": frozen}), model)
         return str(error.value)
 
     assert refused("head", "embeding").startswith("train.frozen: embeding matches no parameter name; correct or remove it")

@@ -41,7 +41,6 @@ KINDS = {
 """Configurations, each compared with one device."""
 
 
-@functools.cache
 def first_state(kind: str):
     jax.set_mesh(single_device_mesh())
     return init_state(KINDS[kind])
