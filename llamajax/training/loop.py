@@ -279,9 +279,14 @@ def meta_after(
         passed_over: rows that the run skips.
         base: see `Start.base`.
     """
-    position = {
+    position = position_meta(config, step, passed_over)
+    return {**meta, "data": position | meta["data"], **({} if base is None else {"base": base})}
+
+
+def position_meta(config: Config, step: int, passed_over: Sequence[PassedOver]) -> dict[str, Any]:
+    """Returns what a checkpoint says about the data position of the run after `step` steps."""
+    return {
         "position": next_row(step, config.train.rows_after, passed_over),
         "tokens": config.tokens_after(step),
         "passed_over": [dataclasses.asdict(window) for window in passed_over],
     }
-    return {**meta, "data": position | meta["data"], **({} if base is None else {"base": base})}

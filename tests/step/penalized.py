@@ -26,9 +26,15 @@ class PenalizedMLP(MLP):
         self.mlp = mlp
 
     def __call__(
-        self, x: jax.Array, tensor: TensorForm = "collective", *, gates_in_stack: bool = False, is_saved: bool = True
+        self,
+        x: jax.Array,
+        tensor: TensorForm = "collective",
+        *,
+        gates_in_stack: bool = False,
+        is_saved: bool = True,
+        seeds: jax.Array | None = None,
     ) -> tuple[jax.Array, Auxiliary]:
-        out, _ = self.mlp(x, tensor, gates_in_stack=gates_in_stack, is_saved=is_saved)
+        out, _ = self.mlp(x, tensor, gates_in_stack=gates_in_stack, is_saved=is_saved, seeds=seeds)
         return out, auxiliary_of(out)
 
 
