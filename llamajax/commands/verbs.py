@@ -41,7 +41,7 @@ class Verb:
 
     @property
     def about(self) -> str:
-        """What the command does, from the first line of its docstring, which is read without importing it."""
+        """Description of the command: the first line of its docstring, which is read without importing it."""
         return self._first_line.partition(": `")[0]
 
     @property

@@ -1,1 +1,1 @@
-"""What keeps this machine from training, and the remedy of each problem; starts no jax in its own process."""
+"""Checks of a machine for training, each with the remedy of its problem; jax runs in a process of its own."""

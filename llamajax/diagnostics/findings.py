@@ -21,9 +21,9 @@ class Finding:
     status: Literal["ok", "warn", "fail"]
     """`warn`: training works, but slower or less safely. `fail`: training will not work."""
     text: str
-    """What was found."""
+    """Result of the check."""
     remedy: str = ""
-    """What to do; empty if all is well."""
+    """Remedy; empty if all is well."""
 
 
 @dataclass(frozen=True)

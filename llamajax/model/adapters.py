@@ -212,7 +212,8 @@ def _factor(adapter: Adapter | None, w: Float[Array, "..."]) -> Float32[Array, "
     if adapter.arrange is not None:
         magnitude = adapter.arrange(magnitude if staged else magnitude[None], jnp.float32)
         magnitude = magnitude if staged else magnitude[0]
-    return magnitude / own
+    # Where a stage of a pipeline has no micro-batch, its backward pass reads zeros for saved values: a quotient would be NaN.
+    return magnitude * (1 / own)
 
 
 def _lengths(

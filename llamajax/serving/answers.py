@@ -20,7 +20,7 @@ _RETRY_S = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request may take."""
+    """Limits of one request."""
 
     max_body_bytes: int
     max_tokens: int | None

@@ -74,7 +74,7 @@ class _Asked:
 
 @dataclass
 class Totals:
-    """What an engine has done so far."""
+    """Tokens and steps of an engine so far."""
 
     prompt_tokens: int = 0
     """Tokens of prompts, shared ones included."""

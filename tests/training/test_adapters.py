@@ -51,7 +51,8 @@ def history(kind: str, mesh: jax.sharding.Mesh, config: Config) -> list[dict[str
     """Losses and trained weights after each step, from the first state of one device."""
     first = first_state(kind)
     jax.set_mesh(mesh)
-    state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), first, abstract_state(config))
+    like, tree = jax.tree.flatten(abstract_state(config))  # the tree names remat, which may be another
+    state = tree.unflatten([jax.device_put(x, on.sharding) for x, on in zip(jax.tree.leaves(first), like, strict=True)])
     steps = []
     for step in range(config.train.num_steps):
         state, metrics = train_step(resolved(config), state, to_device(config, random_rows(config, step)))

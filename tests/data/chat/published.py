@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "templates"
 
 
 class Said(NamedTuple):
-    """What an answer says, as a mark in `conversations.yaml` has it."""
+    """Parts of an answer, named as the marks in `conversations.yaml` name them."""
 
     text: str
     thought: str
