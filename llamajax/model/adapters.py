@@ -212,7 +212,7 @@ def _factor(adapter: Adapter | None, w: Float[Array, "..."]) -> Float32[Array, "
     if adapter.arrange is not None:
         magnitude = adapter.arrange(magnitude if staged else magnitude[None], jnp.float32)
         magnitude = magnitude if staged else magnitude[0]
-    # Where a stage of a pipeline has no micro-batch, its backward pass reads zeros for saved values: a quotient would be NaN.
+    # A stage of a pipeline without a micro-batch reads zeros for saved values: a quotient of them would be NaN.
     return magnitude * (1 / own)
 
 
