@@ -27,7 +27,7 @@ def words(*line: str) -> list[str]:
         (["convert", "hf", "e"], ["export"]),
         (["convert", "hf", "export", "--dt"], ["--dtype"]),
         (["convert", "hf", "export", "--dtype", "f"], ["float32", "float16"]),
-        (["convert", "megatron", "export", "out", "--train.num_"], ["--train.num_steps"]),
+        (["convert", "megatron", "export", "out", "--train.num_"], ["--train.num_steps", "--train.num_epochs"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
         (["report", "ru"], [FILES]),
         (["train", "--config", "quick"], ["quickstart", FILES]),
@@ -65,7 +65,8 @@ def test_all_shipped_configurations_are_candidates():
 
 
 def test_candidates_have_their_meaning():
-    assert candidates(["train", "--train.num_s"]) == ["--train.num_steps\tNumber of optimizer steps."]
+    meaning = "Number of optimizer steps; 0: as many as `num_epochs` takes."
+    assert candidates(["train", "--train.num_s"]) == [f"--train.num_steps\t{meaning}"]
     assert all(
         text and "\n" not in text for spec in json.loads(TABLE.read_text())["verbs"].values() for text in [spec["text"]]
     )

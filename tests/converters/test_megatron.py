@@ -141,10 +141,7 @@ def test_conversations_are_in_the_models_template(tmp_path, capsys):
         for out, more in ((name, ()), (f"{name}_without", ("--without_bos",))):
             assert export(tmp_path, out, f"--data.chat_template={path}", *options, *more) == 0
             printed = capsys.readouterr().out
-            assert (
-                "note       data.sources[0]: Megatron-LM's files do not record which tokens of the conversations are learnt"
-                in printed
-            )
+            assert "note       data.sources[0]: Megatron-LM's files do not record which tokens are learnt" in printed
     (plain,), (without,) = ids_in(tmp_path / "plain"), ids_in(tmp_path / "plain_without")
     assert tokenizer.bos_id not in plain
     assert without == plain
