@@ -30,7 +30,7 @@ def is_remote(path: str) -> bool:
 class SourceConfig(Section):
     """One collection of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "tokenized", "megatron"]
+    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "preference", "tokenized", "megatron"]
     """Format of the documents. `text`: one document per file. `jsonl`: one per line, or per element of a file that is one
     JSON array. `parquet` and `arrow` (written by Hugging Face `datasets`): one per row. `stdlib`: the sources and help texts
     of the Python standard library that runs this program. `chat`: one conversation per record, rendered with
@@ -217,6 +217,13 @@ class DataConfig(Section):
                 yield f"{key}.from_step: {stage.from_step} must be above {before} of the stage before; put them in order"
         if self.chat_template is not None and all(source.kind != "chat" for source in self.sources):
             yield "chat_template: has no effect without a source of kind=chat; add one, or remove chat_template"
+
+    def problems_without_model(self) -> Iterator[str]:
+        """Yields a `data.key: rule; remedy` line if the run has no tokenizer, unless a model brings one."""
+        kinds = [source.kind for source in self.sources if source.kind in ("megatron", "tokenized")]
+        if self.tokenizer.path is None and kinds:
+            remedy = "name the tokenizer that made their tokens"
+            yield f"data.tokenizer.path: is needed for sources of kind={kinds[0]}; {remedy}"
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:

@@ -17,6 +17,7 @@ from llamajax.config.length import length_problems
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import InitChange, ModelConfig
 from llamajax.config.named_files import path_problems
+from llamajax.config.objective import ObjectiveConfig, objective_problems
 from llamajax.config.offload import OffloadConfig, offload_problems
 from llamajax.config.parallel import (
     PLAIN,
@@ -61,6 +62,8 @@ class Config(Settings):
     `data.tokenizer.path` names one, and all settings of the model left out. The optimizer starts fresh. Unset: random."""
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     """Low-rank adapters that are trained in place of the weights of `init_from`."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What the steps minimize."""
     init_changes: tuple[InitChange, ...] = ()
     """Settings of the model that this run changes deliberately, such as [rope_theta, rope_scaling] for longer contexts. In
     all other settings that change what the model computes, weights and run must agree."""
@@ -119,6 +122,8 @@ class Config(Settings):
         if not self.run_dir:
             yield "run_dir: must not be empty; name a directory"
         yield from adapter_problems(self.adapters, model, train, self.init_from, moves_state=self.offload.state_share > 0)
+        of_run = model, self.adapters, data, train, self.mesh, self.offload
+        yield from objective_problems(self.objective, *of_run, has_model=self.init_from is not None)
         if self.init_changes and self.init_from is None:
             yield "init_changes: has no effect without init_from; name the weights there, or remove this"
         for name, seq_len in data.row_lengths.items():
@@ -129,10 +134,8 @@ class Config(Settings):
         for key in self.checkpoint.allow_changes:
             if remedy := remedy_for(Config, key):
                 yield f"checkpoint.allow_changes: unknown key '{show(key)}'; {remedy}"
-        no_tokenizer = data.tokenizer.path is None and self.init_from is None
-        if no_tokenizer and (kinds := [source.kind for source in data.sources if source.kind in ("megatron", "tokenized")]):
-            remedy = "name the tokenizer that made their tokens"
-            yield f"data.tokenizer.path: is needed for sources of kind={kinds[0]}; {remedy}"
+        if self.init_from is None:
+            yield from data.problems_without_model()
         yield from offload_problems(self.offload, model, self.mesh, self.parallel)
         wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
         if self.distributed.enabled and self.watchdog.enabled and start_s <= wait_s:
@@ -143,9 +146,8 @@ class Config(Settings):
         if self.mesh.num_cpu_devices is not None and not self.distributed.enabled:
             yield from self.placement_problems(self.mesh.num_cpu_devices)
         elif self.mesh.num_cpu_devices is None and self.hardware.gpu != "none":
-            planned = self.hardware
-            where = f"hardware: {planned.nodes} nodes x {planned.gpus_per_node} GPUs; gpu: none leaves it out"
-            yield from (f"{problem} ({where})" for problem in self.placement_problems(planned.num_devices))
+            where = f"hardware: {self.hardware.nodes} nodes x {self.hardware.gpus_per_node} GPUs; gpu: none leaves it out"
+            yield from (f"{problem} ({where})" for problem in self.placement_problems(self.hardware.num_devices))
 
     def placement_problems(self, num_devices: int) -> list[str]:
         """Returns one `key: rule; remedy` line for each part of the run that does not divide over `num_devices` devices."""
@@ -275,15 +277,13 @@ class Config(Settings):
         return (
             f"{ramp.start:,} to {full.batch_size:,} sequences by {ramp.increment:,} in {len(phases)} phases; full after"
             f" {full.from_step:,}{f' of {self.train.num_steps:,}' if self.train.num_steps else ''} steps,"
-            f" {full.first_row:,} sequences and"
-            f" {format_count(self.tokens_after(full.from_step))} tokens"
+            f" {full.first_row:,} sequences and {format_count(self.tokens_after(full.from_step))} tokens"
         )
 
     def file_problems(self) -> list[str]:
         """Returns one `key: rule; remedy` line for everything that the configuration names and this machine does not
         have."""
-        problems = [f"metrics.{problem}" for problem in self.metrics.missing_packages()]
-        problems += [f"data.cleaning.{problem}" for problem in self.data.cleaning.missing_packages()]
+        missing = {"metrics": self.metrics.missing_packages(), "data.cleaning": self.data.cleaning.missing_packages()}
         folders = {"run_dir": self.run_dir, "data.cache_dir": self.data.cache_dir}
         told = {"checkpoint.local_dir": self.checkpoint.local_dir, "offload.tiers.nvme_dir": self.offload.tiers.nvme_dir}
         told["xla.compilation_cache"] = None if self.xla.compilation_cache == "auto" else self.xla.compilation_cache
@@ -297,4 +297,5 @@ class Config(Settings):
             "hardware.calibration": self.hardware.calibration,
         }
         files = {key: path for key, path in named.items() if path is not None}
+        problems = [f"{section}.{problem}" for section, several in missing.items() for problem in several]
         return problems + path_problems(folders, patterns, files, of_datasets)

@@ -28,7 +28,7 @@ def evaluate(
             return None
         sums, count = result
         nats += float(sums.cross_entropy)
-        num_tokens += int(sums.num_tokens)
+        num_tokens += int(sums.count)
         num_bytes += int(count)
     return {
         "loss": nats / num_tokens if num_tokens else math.nan,

@@ -277,3 +277,9 @@ def attach(part: nnx.Module, matrices: Mapping[str, Sequence[Projection]], adapt
                 lies = jax.typeof(own[...]).sharding.spec
                 adapter.magnitude = with_value(own, jax.reshard(length.astype(own.dtype), lies))
             setattr(part, f"{name}_adapter", adapter)
+
+
+def detach(part: nnx.Module, matrices: Mapping[str, Sequence[Projection]]) -> None:
+    """Removes all adapters of a part of layers; `matrices` as for `attach`."""
+    for name in itertools.chain.from_iterable(matrices.values()):
+        setattr(part, f"{name}_adapter", None)

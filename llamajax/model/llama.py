@@ -18,7 +18,7 @@ from llamajax.config.offload import ON_CARD, OffloadConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
 from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
-from llamajax.model.adapters import Adapter, Seeds, attach, seeds_like
+from llamajax.model.adapters import Adapter, Seeds, attach, detach, seeds_like
 from llamajax.model.attention import Attention, KeyValue, Rows
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
@@ -411,6 +411,15 @@ class Llama(nnx.Module):
         attach(adapted.layers.attention, Attention.MATRICES, attention)
         attach(adapted.layers.mlp, MLP.MATRICES, mlp)
         return adapted
+
+    def without_adapters(self) -> "Llama":
+        """Returns the model, prepared or not, that the adapters add to."""
+        base = jax.tree.map(lambda weight: weight, self)
+        for layer in (base.layers, base.whole_first):
+            if layer is not None:
+                detach(layer.attention, Attention.MATRICES)
+                detach(layer.mlp, MLP.MATRICES)
+        return base
 
     def output_weight(self) -> nnx.Param:
         """Returns the head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, Shaped
 
 from llamajax.config.parallel import SequenceForm, axes_of, num_parts
 from llamajax.parallel.sharding import spec
@@ -25,14 +25,28 @@ def laid_out(x: Int32[Array, "B T"], form: SequenceForm) -> Int32[Array, "B T"]:
 
 def in_order(x: Int32[Array, "*B T"], form: SequenceForm) -> Int32[Array, "*B T"]:
     """Returns `x` in the order of `form`, like `laid_out`, with its first dims split as they are."""
-    num_devices = num_parts("seq", jax.sharding.get_abstract_mesh().shape)
-    if form != "ring" or num_devices == 1:
+    if (order := _order(form)) is None:
         return x
     lies = jax.typeof(x).sharding.spec
     # Use whole rows; they are only integers.
-    chunks = jax.reshard(x, P(*lies.partitions[:-1], None)).reshape(*x.shape[:-1], 2 * num_devices, -1)
-    order = np.stack([np.arange(num_devices), 2 * num_devices - 1 - np.arange(num_devices)], axis=1).reshape(-1)
+    chunks = jax.reshard(x, P(*lies.partitions[:-1], None)).reshape(*x.shape[:-1], len(order), -1)
     return jax.reshard(chunks[..., order, :].reshape(x.shape), lies)
+
+
+def whole_rows(x: Shaped[Array, "B T"], form: SequenceForm) -> Shaped[Array, "B T"]:
+    """Returns numbers of single tokens in the order of `form` as whole rows in their own order; sharded ("batch", None)."""
+    x = jax.reshard(x, spec("batch", None))
+    if (order := _order(form)) is None:
+        return x
+    return x.reshape(x.shape[0], len(order), -1)[:, np.argsort(order)].reshape(x.shape)
+
+
+def _order(form: SequenceForm) -> np.ndarray | None:
+    """Returns the order of a row's chunks; None: their own."""
+    num_devices = num_parts("seq", jax.sharding.get_abstract_mesh().shape)
+    if form != "ring" or num_devices == 1:
+        return None
+    return np.stack([np.arange(num_devices), 2 * num_devices - 1 - np.arange(num_devices)], axis=1).reshape(-1)
 
 
 def zigzag_indices(device: int | Int32[Array, ""], length: int) -> Int32[Array, "length"]:

@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from llamajax.config.run import Config
 from llamajax.errors import DataError
 from llamajax.parallel.arrays import mixed
 from llamajax.parallel.sharding import spec
 
 Batch = dict[str, jax.Array]
-"""`tokens`, `targets`, `segment_ids`, `positions`: int32 [micro-batches, B, T], sharded (None, "micro_batch", "seq")."""
+"""Arrays [micro-batches, B, T] by the names of `fields`, sharded (None, "micro_batch", "seq")."""
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
+"""Fields of every batch, int32."""
+OTHER = "other_"
+"""Prefix of the fields of rows in which every prompt has another one's answer."""
 
 IGNORE = -1
 """Target of a token that is not counted: padding, or the last token of a document."""
@@ -27,6 +31,22 @@ def token_seeds(seed: int, step: jax.Array, tokens: jax.Array) -> jax.Array:
         index = jax.reshard(jnp.arange(size, dtype=jnp.uint32), jax.P(lies[dim]))
         place = place * jnp.uint32(size) + jnp.expand_dims(index, [other for other in range(3) if other != dim])
     return mixed(mixed(place, step.astype(jnp.uint32)), jnp.uint32(seed))
+
+
+def fields(config: Config) -> dict[str, type[np.number]]:
+    """Returns the fields of the run's batches and their types.
+
+    Beside `FIELDS`: `whole_targets`, int32, the targets of prompts too (`orpo`); `reference`, float32, the log-probabilities
+    of the targets by the cached reference; and the same fields with the prefix `OTHER` (`kto`).
+    """
+    kind, found = config.objective.kind, dict[str, type[np.number]](dict.fromkeys(FIELDS, np.int32))
+    if config.objective.reference_of(config.adapters) == "cached":
+        found["reference"] = np.float32
+    if kind == "orpo":
+        found["whole_targets"] = np.int32
+    if kind == "kto":
+        found |= {OTHER + name: dtype for name, dtype in found.items()}
+    return found
 
 
 def check_ids(ids: np.ndarray | Sequence[int], vocab_size: int, where: str, remedy: str) -> None:

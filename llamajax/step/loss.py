@@ -34,14 +34,14 @@ of 128,256 per matmul, enough to keep a GPU busy."""
 
 
 class LossSums(NamedTuple):
-    """Sums over the counted tokens of a batch, the same on every device."""
+    """Sums over the counted tokens of a batch, or over its answers, the same on every device."""
 
     loss: jax.Array
-    """fp32 []: cross-entropy plus z-loss, to differentiate."""
+    """fp32 []: cross-entropy plus z-loss, to differentiate; or see `llamajax.step.preferences`."""
     cross_entropy: jax.Array
     """fp32 []: cross-entropy alone, in nats; for reports, without a gradient."""
-    num_tokens: jax.Array
-    """int32 []: number of counted tokens."""
+    count: jax.Array
+    """int32 []: number of counted tokens, or of pairs of answers."""
 
 
 def loss_fn(
@@ -65,16 +65,30 @@ def loss_fn(
         remat: see `Llama.hidden`.
         offload: see `Llama.hidden`.
     """
-    weights = _with_ends_apart(weights)
-    model, rows = weights.trained, (batch["tokens"], batch["segment_ids"], batch["positions"])
-    forms: Any = {"parallel": parallel, "remat": remat, "offload": offload, "seeds": batch.get("seeds")}
-    hidden, auxiliary = model.hidden(*rows, copies=weights.copies, **forms)
+    hidden, auxiliary, head = states_and_head(weights, batch, parallel=parallel, remat=remat, offload=offload)
     targets = laid_out(batch["targets"], parallel.sequence)  # in the order of the hidden states; a sum has no order
+    with jax.named_scope("loss"):
+        return losses(weights.trained, hidden, auxiliary, head, targets, z_loss_weight)
+
+
+def states_and_head(
+    weights: PreparedWeights[Llama],
+    batch: Mapping[str, jax.Array],
+    *,
+    parallel: ParallelConfig,
+    remat: Remat = "none",
+    offload: OffloadConfig = ON_CARD,
+) -> tuple[Float[Array, "B T D"], dict[str, Float32[Array, "B T"]], nnx.Param]:
+    """Returns the last states and auxiliary values of `Llama.hidden`, and the head's copy for compute; arguments as for
+    `loss_fn`."""
+    weights = _with_ends_apart(weights)
+    rows = (batch["tokens"], batch["segment_ids"], batch["positions"])
+    forms: Any = {"parallel": parallel, "remat": remat, "offload": offload, "seeds": batch.get("seeds")}
+    hidden, auxiliary = weights.trained.hidden(*rows, copies=weights.copies, **forms)
     with jax.named_scope("loss"):
         output = weights.part(Llama.output_weight)
         hidden, trained = _back_at_once(hidden, output.trained)
-        head = gathered(trained, hidden.dtype, output.copies)
-        return losses(model, hidden, auxiliary, head, targets, z_loss_weight)
+        return hidden, auxiliary, gathered(trained, hidden.dtype, output.copies)
 
 
 def losses(
@@ -147,18 +161,24 @@ def _token_losses(
         z_loss_weight: weight of the squared log-partition function.
         vocab_size: V; rows of the head from V on are padding.
     """
-    return _sums_and_gradients(hidden, head, targets, z_loss_weight, vocab_size)[0]  # the compiler drops the rest
+    return sums_and_gradients(hidden, head, targets, z_loss_weight, vocab_size)[0]  # the compiler drops the rest
 
 
 Gradients = tuple[Float[Array, "B T D"], Float[Array, "R D"]]
 """Gradients of hidden and head, in their dtype."""
 
 
-def _sums_and_gradients(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, z_loss_weight: float, vocab_size: int
+def sums_and_gradients(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    z_loss_weight: float,
+    vocab_size: int,
+    token_weights: Float32[Array, "B T"] | None = None,
 ) -> tuple[LossSums, Gradients]:
-    """Returns `token_losses` and the gradients of its `.loss`."""
+    """Returns `token_losses` and the gradients of its `.loss`, of each token times its weight if there are weights."""
     hidden_spec, head_spec, target_spec = (jax.typeof(x).sharding.spec for x in (hidden, head, targets))
+    weights = () if token_weights is None else (token_weights,)
     left_open = head_spec.reduced
     on_device = partial(
         _on_device,
@@ -170,9 +190,9 @@ def _sums_and_gradients(
     )
     return jax.shard_map(
         on_device,
-        in_specs=(hidden_spec, head_spec, target_spec),
+        in_specs=(hidden_spec, head_spec, target_spec, *(target_spec for _ in weights)),
         out_specs=(P(), (hidden_spec, P(*head_spec.partitions, unreduced=left_open))),
-    )(hidden, head, targets)
+    )(hidden, head, targets, *weights)
 
 
 def _scale_gradients(
@@ -185,13 +205,14 @@ def _scale_gradients(
 
 
 token_losses = jax.custom_vjp(_token_losses, nondiff_argnums=(3, 4))
-token_losses.defvjp(_sums_and_gradients, _scale_gradients)
+token_losses.defvjp(sums_and_gradients, _scale_gradients)
 
 
 def _on_device(
     hidden: Float[Array, "b t_own D"],
     head: Float[Array, "r D"],
     targets: Int32[Array, "b t"],
+    token_weights: Float32[Array, "b t"] | None = None,
     *,
     hidden_spec: P,
     token_axes: tuple[str, ...],
@@ -199,26 +220,25 @@ def _on_device(
     z_loss_weight: float,
     vocab_size: int,
 ) -> tuple[LossSums, Gradients]:
-    """Computes one device's part of `_sums_and_gradients`; the gradient of the head is not summed over the axes
+    """Computes one device's part of `sums_and_gradients`; the gradient of the head is not summed over the axes
     `left_open`."""
     vocab_ids = row_ids(head, vocab_size)
     if axes := shared_axes(hidden_spec):
         hidden = jax.lax.all_gather(hidden, axes, axis=1, tiled=True)
 
-    def add_chunk(d_head: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[LossSums, jax.Array]]:
-        x, target = chunk  # [n, D], [n]
+    def add_chunk(d_head: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[LossSums, jax.Array]]:
+        x, target, *weight = chunk  # [n, D], [n], perhaps [n]
         with jax.named_scope("logits"):
             counted = target != IGNORE
-            # Rounded to the compute dtype, like their gradients: in fp32, reading them would take as long as computing them.
-            # The barrier keeps XLA from removing the rounding.
-            rounded = jax.lax.optimization_barrier(jnp.einsum("nD,vD->nv", x, head))
-            logits = rounded.astype(jnp.float32)
+            logits = chunk_logits(x, head)
             (exps, exp_sum, largest, target_logit), is_target = split_softmax(logits, vocab_ids, target)
             lse = jnp.log(exp_sum) + largest
             cross_entropy = jnp.sum(jnp.where(counted, lse - target_logit, 0.0))
             z_loss = jnp.sum(jnp.where(counted, z_loss_weight * jnp.square(lse), 0.0))
             sums = LossSums(cross_entropy + z_loss, cross_entropy, jnp.sum(counted, dtype=jnp.int32))
             d_logits = exps * ((1 + 2 * z_loss_weight * lse) / exp_sum)[:, None] - is_target
+            for own in weight:
+                d_logits *= own[:, None]
             d_logits = jnp.where(counted[:, None], d_logits, 0.0).astype(x.dtype)
         with jax.named_scope("d_hidden"):
             d_x = jnp.einsum("nv,vD->nD", d_logits, head)
@@ -229,14 +249,24 @@ def _on_device(
     # Every device adds up its own tokens' gradients in fp32 over all chunks.
     zero = jax.lax.pcast(jnp.zeros((), jnp.float32), token_axes + axes_of("vocab"), to="varying")
     d_head = jnp.broadcast_to(after(zero, hidden), head.shape)
-    d_head, (chunk_sums, d_x) = jax.lax.scan(add_chunk, d_head, _chunks(hidden, targets, vocab_size=head.shape[0]))
+    weights = () if token_weights is None else (token_weights,)
+    d_head, (chunk_sums, d_x) = jax.lax.scan(add_chunk, d_head, chunks(hidden, targets, *weights, vocab_size=head.shape[0]))
     sums = LossSums(*(jax.lax.psum(jnp.sum(chunk_sum, axis=0), token_axes) for chunk_sum in chunk_sums))
     d_hidden = sum_tokens(d_x.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), hidden_spec)
     d_head = jax.lax.psum(d_head.astype(head.dtype), tuple(axis for axis in token_axes if axis not in left_open))
     return sums, (d_hidden, jax.lax.pcast(d_head, tuple(left_open), to="unreduced"))
 
 
-def _chunks(hidden: jax.Array, targets: jax.Array, *, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+def chunk_logits(x: Float[Array, "n D"], head: Float[Array, "r D"]) -> Float32[Array, "n r"]:
+    """Returns the logits of a chunk of states for a device's rows of the head.
+
+    They are rounded to the compute dtype, like their gradients: in fp32, reading them would take as long as computing them.
+    The barrier keeps XLA from removing the rounding.
+    """
+    return jax.lax.optimization_barrier(jnp.einsum("nD,vD->nv", x, head)).astype(jnp.float32)
+
+
+def chunks(hidden: jax.Array, targets: jax.Array, *weights: jax.Array, vocab_size: int) -> tuple[jax.Array, ...]:
     """Splits [b, t, D] and [b, t] into the fewest equal chunks [c, n, D] and [c, n] with n * vocab_size in bounds.
 
     Tokens that pad the last chunk are not counted.
@@ -246,4 +276,5 @@ def _chunks(hidden: jax.Array, targets: jax.Array, *, vocab_size: int) -> tuple[
     fill = num_chunks * size - targets.size
     hidden = jnp.pad(hidden.reshape(targets.size, -1), ((0, fill), (0, 0)))
     targets = jnp.pad(targets.reshape(-1), (0, fill), constant_values=IGNORE)
-    return hidden.reshape(num_chunks, size, -1), targets.reshape(num_chunks, size)
+    padded = (jnp.pad(weight.reshape(-1), (0, fill)).reshape(num_chunks, size) for weight in weights)
+    return hidden.reshape(num_chunks, size, -1), targets.reshape(num_chunks, size), *padded

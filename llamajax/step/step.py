@@ -11,12 +11,13 @@ import optax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from llamajax.config.objective import ObjectiveConfig
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.host_memory import added, cast, is_on_host, total
 from llamajax.parallel.stages import num_stages
 from llamajax.parallel.zero import PreparedWeights, as_frozen, no_gradient, whole_over_data
-from llamajax.step import host_state, pipeline
+from llamajax.step import host_state, pipeline, preferences
 from llamajax.step.batch import IGNORE, Batch, token_seeds
 from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
@@ -36,7 +37,8 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
 
     Returns:
         `loss` (cross-entropy alone, in nats per token; NaN without counted tokens), the layers' auxiliary values by name,
-        also per token, and `tokens`, as float32 and int32 scalars; and the gradients, a `Llama` in float32 whatever the
+        also per token, and `tokens`, as float32 and int32 scalars; for preferences, the means that `preference_metrics`
+        takes, and the number of pairs for `tokens`; and the gradients, a `Llama` in float32 whatever the
         dtype of the parameters, in their shardings, with None for frozen weights. Where moments are in host memory, their
         dtype is `offload.gradient_dtype`.
     """
@@ -89,7 +91,7 @@ def begin(config: Config, model: Llama) -> Prepared:
         jax.tree.map(lambda weight: weight if is_on_host(weight) else weight.astype(width), trained),
     )
     zero = jnp.zeros((), config.train.grad_accum_dtype if config.train.grad_accum_steps > 1 else width)
-    none = _no_losses(), _no_auxiliary(model)
+    none = preferences.no_sums() if config.objective.is_preference else (_no_losses(), _no_auxiliary(model))
     zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
     return Prepared(own, fixed, own_copies, wide, pull_back, zeros)
 
@@ -100,8 +102,8 @@ def end(prepared: Prepared, grads: Llama, summed: pipeline.Sums) -> tuple[dict[s
     (grads,) = prepared.pull_back(jax.tree.map(lambda grad, weight: cast(grad, weight.dtype), grads, prepared.wide))
     grads = jax.tree.map(_laid_out_as_stored, grads)
     # NaN where there is nothing to take the mean of.
-    means = {name: total / sums.num_tokens for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
-    return means | {"tokens": sums.num_tokens}, grads
+    means = {name: total / sums.count for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
+    return means | {"tokens": sums.count}, grads
 
 
 def _accumulate(
@@ -110,10 +112,17 @@ def _accumulate(
     """Returns the gradients of all micro-batches, one after the other, and their summed losses; see
     `llamajax.step.pipeline.accumulate`."""
 
+    def weights(own: Llama) -> PreparedWeights[Llama]:
+        return PreparedWeights(combine(own, fixed), copies)
+
+    whole = preferences.look_at_whole(config, weights(own), batch) if config.objective.is_preference else None
+
     def micro_loss(own: Llama, micro_batch: Batch) -> tuple[jax.Array, Any]:
+        if whole is not None:
+            return preferences.preference_loss(weights(own), micro_batch, config, whole)
         return loss_fn(
-            PreparedWeights(combine(own, fixed), copies), micro_batch, z_loss_weight=config.train.z_loss_weight,
-            parallel=config.parallel, remat=config.model.remat, offload=config.offload,
+            weights(own), micro_batch, z_loss_weight=config.train.z_loss_weight, parallel=config.parallel,
+            remat=config.model.remat, offload=config.offload,
         )  # fmt: skip
 
     def micro_step(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
@@ -146,7 +155,15 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
     metrics, sums = summed_gradients(run, state.weights, batch)
     count = jnp.maximum(metrics["tokens"], 1)
     state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], divisor=count)
-    return state, metrics | update_metrics
+    return state, told(run.config.objective, metrics) | update_metrics
+
+
+def told(objective: ObjectiveConfig, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the metrics of `summed_gradients` as a run reports them."""
+    if not objective.is_preference:
+        return metrics
+    counted = "answers" if objective.kind == "kto" else "pairs"
+    return preferences.preference_metrics(objective, metrics) | {counted: metrics["tokens"]}
 
 
 @jax.named_scope("update")
@@ -251,7 +268,7 @@ def _laid_out_as_stored(grad: jax.Array) -> jax.Array:
 
 
 def _no_losses() -> LossSums:
-    return LossSums(loss=jnp.zeros(()), cross_entropy=jnp.zeros(()), num_tokens=jnp.zeros((), jnp.int32))
+    return LossSums(loss=jnp.zeros(()), cross_entropy=jnp.zeros(()), count=jnp.zeros((), jnp.int32))
 
 
 def _no_auxiliary(model: Llama) -> dict[str, jax.Array]:

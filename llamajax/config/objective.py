@@ -1,0 +1,121 @@
+"""Settings of `objective`: what the steps of a run minimize."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from llamajax.config.adapters import AdaptersConfig
+from llamajax.config.data import DataConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.offload import OffloadConfig
+from llamajax.config.parallel import MeshConfig
+from llamajax.config.rules import Bound, NonNegativeFloat, PositiveFloat, Section
+from llamajax.config.training import TrainConfig
+
+ObjectiveKind = Literal["next_token", "dpo", "ipo", "orpo", "kto", "simpo", "cpo"]
+Smoothing = Annotated[float, Bound(lambda value: 0 <= value < 0.5, "must be at least 0 and below 0.5")]
+OptionalWeight = Annotated[float | None, Bound(lambda value: value >= 0, "must not be negative; unset: the method's own")]
+
+_WITH_REFERENCE = ("dpo", "ipo", "kto")
+_READ_BY = {
+    "label_smoothing": ("dpo", "cpo", "simpo"), "length_normalized": ("dpo",), "margin": ("simpo",),
+    "nll_weight": ("dpo", "ipo", "orpo", "simpo", "cpo"), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
+    "reference": _WITH_REFERENCE,
+}  # fmt: skip
+"""Kinds that read a setting; `beta` is read by all but next_token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(Section):
+    """What the steps of the run minimize: the loss of the next token, or a loss over preferred and rejected answers."""
+
+    kind: ObjectiveKind = "next_token"
+    """`next_token`: cross-entropy of every learned token. The others need sources of kind `preference`: `dpo`
+    (arXiv:2305.18290), `ipo` (arXiv:2310.12036), `kto`, which takes single answers with a label too (arXiv:2402.01306), and,
+    without a reference model, `orpo` (arXiv:2403.07691), `simpo` (arXiv:2405.14734) and `cpo` (arXiv:2401.08417)."""
+    beta: PositiveFloat = 0.1
+    """Strength of the preference: `dpo`, `kto`, `simpo`, `cpo`: factor of the log-probabilities; `ipo`: its tau; `orpo`: its
+    lambda. SimPO's authors use 2 and more."""
+    label_smoothing: Smoothing = 0.0
+    """`dpo` (then called cDPO), `cpo`, `simpo`: assumed share of pairs whose answers are the wrong way round."""
+    length_normalized: bool = False
+    """`dpo`: use log-probabilities per token of an answer. `ipo`, `orpo` and `simpo` always do."""
+    margin: NonNegativeFloat = 0.5
+    """`simpo`: its gamma, by which the reward of a preferred answer should exceed that of the rejected one."""
+    nll_weight: OptionalWeight = None
+    """Weight of the cross-entropy of preferred answers, per token, that is added to the loss; `orpo` counts the prompts' tokens
+    too. Unset: 1 for `orpo` and `cpo`, 0 for the others. Llama 3 was trained with `dpo` and 0.2."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """`kto`: weight of desirable answers."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """`kto`: weight of undesirable answers."""
+    reference: Literal["auto", "base", "cached"] = "auto"
+    """`dpo`, `ipo`, `kto`: where the reference's log-probabilities come from. `base`: every step computes them with the
+    frozen weights below the adapters. `cached`: the weights that the run starts from compute them once, before the first
+    step, into the run's directory. `auto`: `base` with adapters, `cached` without."""
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether it compares answers."""
+        return self.kind != "next_token"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it compares the model with a reference."""
+        return self.kind in _WITH_REFERENCE
+
+    @property
+    def own_nll_weight(self) -> float:
+        """Weight of the cross-entropy of preferred answers."""
+        return float(self.kind in ("orpo", "cpo")) if self.nll_weight is None else self.nll_weight
+
+    def reference_of(self, adapters: AdaptersConfig) -> Literal["base", "cached"] | None:
+        """Returns where the reference's log-probabilities come from; None: the objective has no reference."""
+        if not self.has_reference:
+            return None
+        return ("base" if adapters.enabled else "cached") if self.reference == "auto" else self.reference
+
+    def broken_rules(self) -> Iterator[str]:
+        default = ObjectiveConfig.__dataclass_fields__
+        for name, kinds in _READ_BY.items():
+            if self.kind not in kinds and getattr(self, name) != default[name].default:
+                yield f"{name}: {getattr(self, name)} has no effect with kind={self.kind}; remove it"
+        if not self.is_preference and self.beta != default["beta"].default:
+            yield f"beta: {self.beta} has no effect with kind={self.kind}; remove it"
+
+
+def objective_problems(
+    objective: ObjectiveConfig,
+    model: ModelConfig,
+    adapters: AdaptersConfig,
+    data: DataConfig,
+    train: TrainConfig,
+    mesh: MeshConfig,
+    offload: OffloadConfig,
+    *,
+    has_model: bool,
+) -> Iterator[str]:
+    """Yields one `key: rule; remedy` line for every broken rule between the objective and other settings of a run;
+    `has_model`: the run starts from a model."""
+    kind, kinds = objective.kind, [source.kind for source in data.sources]
+    if not objective.is_preference:
+        if "preference" in kinds:
+            yield "objective.kind: next_token has no use for sources of kind=preference; set dpo or another, or kind: chat"
+        return
+    for index, other in enumerate(kinds):
+        if other != "preference":
+            yield f"data.sources.{index}.kind: {other} has no answers to compare for objective.kind={kind}; use preference"
+    if objective.has_reference and not has_model:
+        yield f"objective.kind: {kind} needs init_from; name the model that answers are compared with, or use orpo"
+    if objective.reference == "base" and not adapters.enabled:
+        yield "objective.reference: base needs adapters, below which the weights are frozen; set cached, or add adapters"
+    if model.attend_across_documents:
+        yield f"model.attend_across_documents: answers would see each other with objective.kind={kind}; remove it"
+    if train.z_loss_weight:
+        yield f"train.z_loss_weight: {train.z_loss_weight} has no effect with objective.kind={kind}; remove it"
+    if any(stage.seq_len for stage in data.stages):
+        yield f"data.stages: rows of several lengths are not possible with objective.kind={kind}; remove their seq_len"
+    if mesh.pipeline > 1:
+        yield f"mesh.pipeline: {mesh.pipeline} is not possible with objective.kind={kind}; use fsdp and tensor"
+    if offload.tiers.nvme_dir is not None:
+        yield f"offload.tiers.nvme_dir: is not possible with objective.kind={kind}; remove it"
