@@ -4,6 +4,8 @@ In a row, pair j has segment 2 j + 1 for the chosen answer and segment 2 j + 2 f
 `targets` are the answers' tokens; an answer with a label but without a partner has the segment of its side.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +15,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from llamajax.config.objective import ObjectiveConfig
+from llamajax.config.offload import ON_CARD
+from llamajax.config.parallel import PLAIN
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.parallel.sequence import laid_out, whole_rows
@@ -51,9 +55,7 @@ def look_at_whole(config: Config, weights: PreparedWeights[Llama], batch: Batch)
         answers = answers_of(micro_batch["targets"], micro_batch["segment_ids"])
         own = Whole(_count(objective, answers), _nll_tokens(micro_batch), jnp.zeros(()))
         if objective.kind == "kto":
-            other = {name: micro_batch[OTHER + name] for name in ("tokens", "targets", "segment_ids", "positions")}
-            if OTHER + "reference" in micro_batch:
-                other["reference"] = micro_batch[OTHER + "reference"]
+            other = _others(micro_batch)
             ratios = by_answer(log_probs(weights, other, config) - _reference(weights, other, config), other["segment_ids"])
             own = own._replace(kl=jnp.sum(ratios))
         return jax.tree.map(jnp.add, whole, own), None
@@ -125,6 +127,11 @@ def _reference(weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array], 
     copies = weights.copies if weights.copies is None else weights.copies.without_adapters()
     base = PreparedWeights(weights.trained.without_adapters(), copies)
     return log_probs(base, {name: values for name, values in batch.items() if name != "seeds"}, config)
+
+
+def _others(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the rows in which every prompt has another one's answer."""
+    return {name.removeprefix(OTHER): values for name, values in batch.items() if name.startswith(OTHER)}
 
 
 def by_answer(values: Float32[Array, "B T"], segment_ids: Int32[Array, "B T"]) -> Sides:
@@ -227,15 +234,39 @@ _LOSSES: dict[str, Callable[[ObjectiveConfig, Sides, jax.Array], jax.Array]] = {
 the reference where there is one, per token where the method says so."""
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def eval_sums(config: Config, model: Llama, batch: Batch) -> Sums:
     """Returns the sums of an evaluation's batch."""
-    weights = PreparedWeights(whole_over_data(model, config.model.compute_dtype))
+    config, weights = plainly(config), PreparedWeights(whole_over_data(model, config.model.compute_dtype))
     whole = look_at_whole(config, weights, batch)
 
     def add(sums: Sums, micro_batch: Batch) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, sums, preference_loss(weights, micro_batch, config, whole)[1]), None
 
     return lax.scan(add, no_sums(), batch)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def reference_log_probs(config: Config, model: Llama, batch: Batch) -> dict[str, Float32[Array, "B T"]]:
+    """Returns the cached reference's fields of a batch of one micro-batch, whole on every device, in rows' own order.
+
+    Args:
+        config: the run.
+        model: the weights that it starts from.
+        batch: its other fields, [1, B, T].
+    """
+    weights = PreparedWeights(whole_over_data(model, config.model.compute_dtype))
+    rows = jax.tree.map(lambda array: array[0], batch)
+    found = {"reference": log_probs(weights, rows, plainly(config))}
+    if config.objective.kind == "kto":
+        found[OTHER + "reference"] = log_probs(weights, _others(rows), plainly(config))
+    return jax.tree.map(lambda array: jax.reshard(array, jax.P(None, None)), found)
+
+
+def plainly(config: Config) -> Config:
+    """Returns the run with the forms of a pass without gradients."""
+    model = dataclasses.replace(config.model, remat="none")
+    return dataclasses.replace(config, model=model, parallel=PLAIN, offload=ON_CARD)
 
 
 def no_sums() -> Sums:
