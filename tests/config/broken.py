@@ -125,6 +125,12 @@ BROKEN = [
     (SourceConfig, {"train_on": "last", "roles": RoleNames(tool=("x",))}, ["roles", "train_on"]),
     (SourceConfig, {"kind": "chat", "paths": ("x",), "train_on": "none-of-prompt"}, ["train_on"]),
     (SourceConfig, {"kind": "chat", "paths": ("x",), "fields": FieldNames(output="x")}, ["fields.output"]),
+    (
+        SourceConfig,
+        {"kind": "preference", "paths": ("x",), "chat_format": "alpaca", "train_on": "last", "fields": FieldNames(labels="x")},
+        ["fields.labels", "chat_format", "train_on"],
+    ),
+    (SourceConfig, {"kind": "chat", "paths": ("x",), "fields": FieldNames(chosen="x")}, ["fields.chosen"]),
     (FieldNames, {"role": "x", "content": "x", "system": ""}, ["system", "content"]),
     (RoleNames, {"user": ("x",), "assistant": ("x",)}, ["assistant"]),
     (SourceConfig, {"max_bad_records": -1}, ["max_bad_records"]),
