@@ -127,7 +127,7 @@ BROKEN = [
     (SourceConfig, {"kind": "chat", "paths": ("x",), "fields": FieldNames(output="x")}, ["fields.output"]),
     (
         SourceConfig,
-        {"kind": "preference", "paths": ("x",), "chat_format": "alpaca", "train_on": "last", "fields": FieldNames(labels="x")},
+        {"kind": "preference", "paths": ("x",), "chat_format": "alpaca", "train_on": "all", "fields": FieldNames(labels="x")},
         ["fields.labels", "chat_format", "train_on"],
     ),
     (SourceConfig, {"kind": "chat", "paths": ("x",), "fields": FieldNames(chosen="x")}, ["fields.chosen"]),

@@ -93,7 +93,7 @@ def everything(monkeypatch) -> Config:
             ),
             seq_len=900,
             stages=(
-                StageConfig(from_step=8_000_000, weights=(0.1, 0.0, 1e-05, 2.0, 0.0, 0.0, 0.0), name="1e3"),
+                StageConfig(from_step=8_000_000, weights=(0.1, 0.0, 1e-05, 2.0, 0.0, 0.0, 0.0, 0.0), name="1e3"),
                 StageConfig(from_step=9_000_000, seq_len=996),
             ),
             cleaning=CleaningConfig(
@@ -223,7 +223,7 @@ EDITS = [
     ("  head_dim: 8", "  head_dim: 8\n  tie_embeddings: 'true'", "10: model.tie_embeddings: must be true or false, but"),
     ("  head_dim: 8", "  head_dim: 8\n  remat: ful", "10: model.remat: must be one of auto, none, save_attention_qkv_mlp, "),
     ("kind: stdlib", "kind: stdlb",
-     "12: data.sources.0.kind: must be one of text, jsonl, parquet, arrow, stdlib, chat, preference, tokenized, megatron, not"),
+     "12: data.sources.0.kind: must be one of text, jsonl, parquet, arrow, stdlib, chat, preference, tokenized, megatron"),
     ("runs/tiny", "2024", '1: run_dir: must be text, but YAML reads 2024 as int; write "2024"'),
     ("runs/tiny", "1e3", '1: run_dir: must be text, but YAML reads 1e3 as float; write "1e3"'),
     ("runs/tiny", "no", '1: run_dir: must be text, but YAML reads no as bool; write "no"'),

@@ -139,17 +139,16 @@ def _labelled(record: Mapping[str, object], names: Names) -> tuple[list[Turn], l
         )
     if not isinstance(label, bool):
         raise ValueError(f"{key} must be true or false, not {show(repr(label))}; correct the line")
-    completion = names.of("completion")
-    if optional(record, completion) is not None:
-        prompt, answer = _prompt(record, names), _said_at(record, "completion", names)
-    elif (messages := _messages_key(record, names)) is not None:
+    is_alpaca = optional(record, names.of("instruction")) is not None
+    field = "output" if is_alpaca else "completion"
+    messages = _messages_key(record, names)
+    if messages is not None and optional(record, names.of(field)) is None:
         turns = _messages(record, messages, names)
         asked = max((index for index, turn in enumerate(turns) if turn.message["role"] == "user"), default=-1)
-        prompt, answer, completion = turns[: asked + 1], turns[asked + 1 :], messages
+        prompt, answer, key = turns[: asked + 1], turns[asked + 1 :], messages
     else:
-        completion = names.of("output")
-        prompt, answer = _prompt(record, names), _said_at(record, "output", names)
-    _check_answer(answer, completion)
+        prompt, answer, key = _prompt(record, names), _said_at(record, field, names), names.of(field)
+    _check_answer(answer, key)
     return prompt, answer, label
 
 
