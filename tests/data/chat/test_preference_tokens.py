@@ -61,7 +61,7 @@ def test_a_template_that_drops_earlier_thoughts_has_one_sequence_a_side(both):
         assert sequence.count("I count.") == 1
         assert learnt == f"<think>\nI count.\n</think>\n\n{said}<|im_end|>"
     record = {"prompt": "1?", "chosen": [thought, user("2?"), *last[:1]], "rejected": [thought, user("2?"), *last[1:]]}
-    with pytest.raises(DataError, match=r"some.jinja: chat template: changes earlier turns of an answer once it continues, so"):
+    with pytest.raises(DataError, match=r"some.jinja: chat template: changes earlier turns of an answer once it continues"):
         learnt_in(both, record, text)
 
 
