@@ -40,6 +40,10 @@ def export(config: Config, out: str, *, with_bos: bool = True) -> None:
         UserError: one of `llamajax.errors`.
         OSError: writing failed.
     """
+    for index, source in enumerate(config.data.sources):
+        if source.kind == "preference":
+            rule = "Megatron-LM's files do not record which answer is chosen"
+            raise ConfigError(f"data.sources[{index}].kind: {rule}; remove the source")
     prefix = str(paths_of(out)[0]).removesuffix(".bin")
     several = len(config.data.sources) > 1
     prefixes = [f"{prefix}_{number}" if several else prefix for number in range(len(config.data.sources))]
@@ -69,15 +73,13 @@ def _write(tokens: SourceTokens, by: Tokenizing, prefix: str, *, with_bos: bool)
     """Writes the pair of files of one source.
 
     Raises:
-        ConfigError: the source already is Megatron-LM's files, or has preferences.
+        ConfigError: the source already is Megatron-LM's files.
         DataError: the source has no documents, or more bad records than it allows.
     """
     started = time.monotonic()
     source, counts = tokens.source, tokens.counts
     if not isinstance(tokens, ShardedTokens):
         raise ConfigError(f"{source.key}.kind: {source.config.kind} already is Megatron-LM's format; remove the source")
-    if source.format.has_preferences:
-        raise ConfigError(f"{source.key}.kind: Megatron-LM's files do not record which answer is chosen; remove the source")
     if counts.bad > source.config.max_bad_records:
         raise source.too_many_bad(counts.first_bad)
     if not counts.documents:

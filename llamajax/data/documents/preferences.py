@@ -115,15 +115,15 @@ def _pair(record: Mapping[str, object], names: Names) -> tuple[list[Turn], list[
         whole, other = keys if are_whole[0] else keys[::-1]
         raise ValueError(f"{whole} is a whole conversation, but {other} is an answer alone; write both alike")
     if all(are_whole):
-        pairs = zip(chosen[:-1], rejected[:-1], strict=False)  # at least the last turn is an answer
-        num_common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0].message == pair[1].message, pairs))
+        pairs = zip(_what(chosen[:-1]), _what(rejected[:-1]), strict=False)  # at least the last turn is an answer
+        num_common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
         _check_prompt(record, prompt, names)
     else:
         prompt = _prompt(record, names)
     for key, answer in zip(keys, (chosen, rejected), strict=True):
         _check_answer(answer, key)
-    if [turn.message for turn in chosen] == [turn.message for turn in rejected]:
+    if _what(chosen) == _what(rejected):
         raise ValueError(f"{keys[0]} and {keys[1]} are equal, so neither is better; remove the line")
     return prompt, chosen, rejected
 
@@ -183,7 +183,12 @@ def _check_prompt(record: Mapping[str, object], prompt: list[Turn], names: Names
 
 
 def _are_beginning(turns: list[Turn], prompt: list[Turn]) -> bool:
-    return [turn.message for turn in turns] == [turn.message for turn in prompt[: len(turns)]]
+    return _what(turns) == _what(prompt[: len(turns)])
+
+
+def _what(turns: list[Turn]) -> list[tuple[str, str]]:
+    """Returns who says what; messages may have further fields, such as scores, in which those of both sides differ."""
+    return [(turn.message["role"], text_of(turn.message)) for turn in turns]
 
 
 def _prompt(record: Mapping[str, object], names: Names) -> list[Turn]:

@@ -58,6 +58,8 @@ def test_the_prompt_is_all_that_whole_conversations_have_in_common():
     assert [message["role"] for message in found.chosen.messages][:2] == ["system", "user"]
     assert found.chosen.is_learnt == [*[False] * 6, True]
     assert found.prompt.startswith("Be brief.\nHi\nHello.\nLook.\n")
+    scored = [[user("Hi") | {"score": score}, answer(said) | {"score": score}] for score, said in enumerate("ab")]
+    assert read({"chosen": scored[0], "rejected": scored[1]}).prompt == "Hi"
     turns = [user("Hi"), answer("a"), user("So?")]
     found = read({"chosen": [*turns, answer("b")], "rejected": [user("Hi"), answer("A"), user("So?"), answer("B")]})
     assert found.chosen is not None
