@@ -1,4 +1,4 @@
-"""Settings for records of conversations: their form, the names of their fields and roles, and what of them is learned."""
+"""Settings for records of conversations and preferences: their form, the names of fields and roles, and what is learned."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ _FIELDS_OF_FORMATS: dict[ChatFormat, tuple[str, ...]] = {
     "messages": ("messages",), "sharegpt": ("messages",), "alpaca": ("instruction", "input", "output", "history"),
     "prompt_completion": ("prompt", "completion"),
 }  # fmt: skip
+_FIELDS_OF_PREFERENCES = ("chosen", "rejected", "label")
 _FIELDS_OF_MESSAGES = ("role", "content", "reasoning", "tool_calls", "train")
 _FIELDS_OF_TOKENS = ("input_ids", "labels", "attention_mask")
 
@@ -30,7 +31,8 @@ class FieldNames(Section):
     """Names of a record's fields where they differ from those of its format; `a.b`: the field b inside a."""
 
     messages: str | None = None
-    """`messages`, `sharegpt`: list of messages. Unset: `messages`, or `conversations` for sharegpt."""
+    """`messages`, `sharegpt`, `preference`: list of messages. Unset: `messages`, or `conversations` for sharegpt; either for
+    `preference`."""
     role: str | None = None
     """Role of a message. Unset: `role` or `from`."""
     content: str | None = None
@@ -47,17 +49,23 @@ class FieldNames(Section):
     tools: str | None = None
     """Tools of a record: a list, or a JSON text of one. Unset: `tools` or `functions`."""
     instruction: str | None = None
-    """`alpaca`: question. Unset: `instruction`."""
+    """`alpaca`, `preference`: question. Unset: `instruction`."""
     input: str | None = None
-    """`alpaca`: text below the question. Unset: `input`."""
+    """`alpaca`, `preference`: text below the question. Unset: `input`."""
     output: str | None = None
-    """`alpaca`: answer. Unset: `output`."""
+    """`alpaca`, `preference`: answer. Unset: `output`."""
     history: str | None = None
-    """`alpaca`: earlier questions and answers. Unset: `history`."""
+    """`alpaca`, `preference`: earlier questions and answers. Unset: `history`."""
     prompt: str | None = None
-    """`prompt_completion`: question, a text or messages. Unset: `prompt`."""
+    """`prompt_completion`, `preference`: question, a text or messages. Unset: `prompt`."""
     completion: str | None = None
-    """`prompt_completion`: answer, a text or messages. Unset: `completion`."""
+    """`prompt_completion`, `preference`: answer, a text or messages. Unset: `completion`."""
+    chosen: str | None = None
+    """`preference`: the better answer, a text or messages, or the whole conversation with it. Unset: `chosen`."""
+    rejected: str | None = None
+    """`preference`: the worse answer, in the form of the better one. Unset: `rejected`."""
+    label: str | None = None
+    """`preference`: whether the record's only answer is desirable, true or false. Unset: `label` or `kto_tag`."""
     input_ids: str | None = None
     """`tokenized`: token ids. Unset: `input_ids`."""
     labels: str | None = None
@@ -132,14 +140,23 @@ class ChatForm:
     @property
     def key(self) -> Any:
         """JSON value that identifies the form."""
-        is_usual = self == ChatForm(chat_format=self.chat_format)
-        return self.chat_format if is_usual else dataclasses.asdict(self)
+        if self == ChatForm(chat_format=self.chat_format):
+            return self.chat_format
+        key = dataclasses.asdict(self)
+        for name in _FIELDS_OF_PREFERENCES:  # younger than the caches of other kinds, which must stay valid
+            if key["fields"][name] is None:
+                del key["fields"][name]
+        return key
 
     def broken_rules(self, kind: str) -> Iterator[str]:
         """Yields one `key: rule; remedy` line for every setting that has no effect in a source of this kind."""
         if kind == "chat":
             read = (*_FIELDS_OF_FORMATS[self.chat_format], *_FIELDS_OF_MESSAGES, "system", "tools")
             what, remedy = f"chat_format={self.chat_format}", "set another chat_format, or remove it"
+        elif kind == "preference":
+            answers = ("messages", "instruction", "input", "output", "history", "prompt", "completion")
+            read = (*answers, *_FIELDS_OF_PREFERENCES, *_FIELDS_OF_MESSAGES, "system", "tools")
+            what, remedy = f"kind={kind}", "remove it"
         else:
             read, what = _FIELDS_OF_TOKENS if kind == "tokenized" else (), f"kind={kind}"
             remedy = "set kind: chat, or remove it"
@@ -152,7 +169,8 @@ class ChatForm:
             "train_on": self.train_on,
         }
         for name, value in others.items():
-            if kind != "chat" and value is not None:
+            is_read = kind == "chat" or (kind == "preference" and name == "roles")
+            if not is_read and value is not None:
                 told = f"{value} " if isinstance(value, str) else ""
                 yield f"{name}: {told}has no effect with kind={kind}; use kind=chat, or remove {name}"
         if kind == "chat" and self.train_on == "none-of-prompt" and self.chat_format != "prompt_completion":

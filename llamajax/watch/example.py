@@ -14,19 +14,20 @@ _INDENT = " " * 11
 _MAX_CHARS, _MAX_STRETCHES = 600, 12
 
 
-def print_example(stretches: Sequence[tuple[str, bool]], num_tokens: int, num_learned: int) -> None:
+def print_example(stretches: Sequence[tuple[str, bool]], num_tokens: int, num_learned: int, what: str = "document") -> None:
     """Prints a document, on process 0 only; what is long is shortened in the middle.
 
     Args:
         stretches: texts of the document in order, each with whether it is learned.
         num_tokens: number of its tokens.
         num_learned: number of these that are learned.
+        what: word for the document.
     """
     if jax.process_index() != 0:
         return
     in_colour = is_interactive() and not CONSOLE.no_color
     how = f"in {_COLOUR}" if in_colour else "between {} and {}".format(*LEARNED)
-    log(f"example    one document of {num_tokens:,} tokens, of which the model learns {num_learned:,}, {how}:")
+    log(f"example    one {what} of {num_tokens:,} tokens, of which the model learns {num_learned:,}, {how}:")
     shown = Text()
     for text, is_learned in _few(stretches):
         if in_colour:

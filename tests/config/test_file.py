@@ -85,12 +85,15 @@ def everything(monkeypatch) -> Config:
                     kind="chat", paths=("y",), chat_format="prompt_completion", fields=FieldNames(prompt="1", completion="2")
                 ),
                 SourceConfig(
+                    kind="preference", paths=("y",), fields=FieldNames(chosen="1", rejected="2", label="3")
+                ),
+                SourceConfig(
                     kind="tokenized", paths=("y",), fields=FieldNames(input_ids="1", labels="2", attention_mask="3")
                 ),
             ),
             seq_len=900,
             stages=(
-                StageConfig(from_step=8_000_000, weights=(0.1, 0.0, 1e-05, 2.0, 0.0, 0.0, 0.0), name="1e3"),
+                StageConfig(from_step=8_000_000, weights=(0.1, 0.0, 1e-05, 2.0, 0.0, 0.0, 0.0, 0.0), name="1e3"),
                 StageConfig(from_step=9_000_000, seq_len=996),
             ),
             cleaning=CleaningConfig(
@@ -220,7 +223,7 @@ EDITS = [
     ("  head_dim: 8", "  head_dim: 8\n  tie_embeddings: 'true'", "10: model.tie_embeddings: must be true or false, but"),
     ("  head_dim: 8", "  head_dim: 8\n  remat: ful", "10: model.remat: must be one of auto, none, save_attention_qkv_mlp, "),
     ("kind: stdlib", "kind: stdlb",
-     "12: data.sources.0.kind: must be one of text, jsonl, parquet, arrow, stdlib, chat, tokenized, megatron, not stdlb"),
+     "12: data.sources.0.kind: must be one of text, jsonl, parquet, arrow, stdlib, chat, preference, tokenized, megatron"),
     ("runs/tiny", "2024", '1: run_dir: must be text, but YAML reads 2024 as int; write "2024"'),
     ("runs/tiny", "1e3", '1: run_dir: must be text, but YAML reads 1e3 as float; write "1e3"'),
     ("runs/tiny", "no", '1: run_dir: must be text, but YAML reads no as bool; write "no"'),

@@ -150,6 +150,16 @@ def test_conversations_are_in_the_models_template(tmp_path, capsys):
     assert tokenizer.decode(without) == tokenizer.decode(bos)
 
 
+def test_preferences_are_refused_before_anything_is_written(tmp_path, capsys):
+    write_config(tmp_path)
+    (tmp_path / "pairs.jsonl").touch()
+    sources = json.dumps([{"kind": "stdlib"}, {"kind": "preference", "paths": [str(tmp_path / "pairs.jsonl")]}])
+    assert export(tmp_path, "out", f"--data.sources={sources}") == 2
+    message = "data.sources[1].kind: Megatron-LM's files do not record which answer is chosen; remove the source"
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_a_damaged_shard_is_made_again(tmp_path, small_shards, capsys):
     write_config(tmp_path)
     assert export(tmp_path) == 0

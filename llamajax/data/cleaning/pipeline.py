@@ -61,7 +61,7 @@ def clean(
     """Leaves out of the sources what the steps reject; all processes of a run may call this at once.
 
     Args:
-        sources: the sources; those of kind `chat` and `megatron` remain unchanged.
+        sources: the sources; those of kind `chat`, `preference`, `tokenized` and `megatron` remain unchanged.
         groups: the files of each source.
         config: the steps and their settings.
         cache_dir: directory for the cleaned documents, with `report.json` and `report.html`.

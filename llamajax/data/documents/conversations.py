@@ -22,8 +22,8 @@ from llamajax.data.documents.messages import (
 )
 from llamajax.data.documents.turn_marks import MARKS_OF_RECORD, OF_PREFERENCES, check_record
 
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-BESIDE_MESSAGES = ("system", "tools", "functions", "chat_template_kwargs", "history", *_MEDIA)
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+BESIDE_MESSAGES = ("system", "tools", "functions", "chat_template_kwargs", "history", *MEDIA)
 """Fields of a record that belong to the content of its messages; some of them are refused there."""
 
 
@@ -92,10 +92,19 @@ def question_of(record: Mapping[str, object]) -> Conversation:
 def _read(record: Mapping[str, object], form: ChatForm, where: object) -> Conversation:
     names = names_of(form)
     check_record(record)
-    for key in _MEDIA if form.chat_format == "alpaca" else (*_MEDIA, "history"):
+    check_unread(record, MEDIA if form.chat_format == "alpaca" else (*MEDIA, "history"))
+    return assembled(_TURNS[form.chat_format](record, names), record, names, form.learned, where)
+
+
+def check_unread(record: Mapping[str, object], unread: Iterable[str]) -> None:
+    """Refuses a record with a value in a field that cannot be trained on.
+
+    Raises:
+        ValueError: `field: rule; remedy`.
+    """
+    for key in unread:
         if record.get(key) not in NOTHING:
             raise ValueError(f"{key} cannot be trained on; write it into the messages' text, or remove it")
-    return assembled(_TURNS[form.chat_format](record, names), record, names, form.learned, where)
 
 
 def _messages(record: Mapping[str, object], names: Names) -> Iterator[Turn]:
@@ -103,6 +112,16 @@ def _messages(record: Mapping[str, object], names: Names) -> Iterator[Turn]:
 
 
 def _alpaca(record: Mapping[str, object], names: Names) -> Iterator[Turn]:
+    yield from asked_at(record, names)
+    yield said("assistant", text_at(record, names.of("output")), names.of("output"))
+
+
+def asked_at(record: Mapping[str, object], names: Names) -> Iterator[Turn]:
+    """Yields the turns of an alpaca record up to its question.
+
+    Raises:
+        ValueError: `field: rule; remedy`.
+    """
     key = names.of("history")
     history = parsed(optional(record, key) or [], key)
     if not isinstance(history, list):
@@ -110,14 +129,13 @@ def _alpaca(record: Mapping[str, object], names: Names) -> Iterator[Turn]:
     for index, pair in enumerate(history):
         match pair:
             case [str(question), str(answer)]:
-                yield _said("user", question, f"{key}[{index}]")
-                yield _said("assistant", answer, f"{key}[{index}]")
+                yield said("user", question, f"{key}[{index}]")
+                yield said("assistant", answer, f"{key}[{index}]")
             case _:
                 raise ValueError(f"{key}[{index}] must be [question, answer]; correct the line")
     instruction, below = names.of("instruction"), text_at(record, names.of("input"), "")
     question = "\n\n".join(part for part in (text_at(record, instruction), below) if part)
-    yield _said("user", question, instruction)
-    yield _said("assistant", text_at(record, names.of("output")), names.of("output"))
+    yield said("user", question, instruction)
 
 
 def _prompt_completion(record: Mapping[str, object], names: Names) -> Iterator[Turn]:
@@ -140,7 +158,7 @@ def turns_at(
     if isinstance(value_of(record, key), list):
         yield from messages_at(record, field, names, is_prompt=is_prompt)
     else:
-        yield _said(role, text_at(record, key), key)._replace(is_prompt=is_prompt)
+        yield said(role, text_at(record, key), key)._replace(is_prompt=is_prompt)
 
 
 def messages_at(record: Mapping[str, object], field: str, names: Names, *, is_prompt: bool = False) -> Iterator[Turn]:
@@ -185,7 +203,8 @@ def assembled(
     return Conversation([turn.message for turn in turns], is_learnt, _variables(record, names), where)
 
 
-def _said(role: str, content: str, where: str) -> Turn:
+def said(role: str, content: str, where: str) -> Turn:
+    """Returns a turn of one text; raises `ValueError` for half a surrogate pair in it."""
     check_characters(content, where)
     return Turn({"role": role, "content": content})
 
@@ -194,7 +213,7 @@ def _with_system(turns: list[Turn], system: str, key: str) -> list[Turn]:
     """Returns the turns with the record's system message in front of them."""
     first = turns[0].message if turns else {}
     if first.get("role") != "system":
-        return [_said("system", system, key), *turns]
+        return [said("system", system, key), *turns]
     if content_of(first) != system:
         raise ValueError(f"{key} and the first message, a system message too, differ; remove one of them")
     return turns

@@ -14,6 +14,8 @@ from llamajax.data.documents.columns import NoSuchKeyError, RecordRow, arrow_rec
 from llamajax.data.documents.conversations import conversation_of, fields_read
 from llamajax.data.documents.formats import Arrow, Document, Format, Jsonl, Megatron, Parquet, Stdlib, Text
 from llamajax.data.documents.lines import Span
+from llamajax.data.documents.preferences import fields_read as preference_fields_read
+from llamajax.data.documents.preferences import preference_of
 from llamajax.data.documents.remote import File
 from llamajax.data.documents.split import split_hash
 from llamajax.data.documents.text_files import JSON_SUFFIXES
@@ -102,7 +104,26 @@ class Chat(Records):
     def document(self, record: Mapping[str, Any], where: object, bytes_read: int) -> Document:
         conversation = conversation_of(record, self._form, where)
         text = conversation.text
-        return Document(text, bytes_read, split_hash(text), conversation)
+        return Document(text, bytes_read, split_hash(text), conversation, where=where)
+
+    @functools.cached_property
+    def _form(self) -> ChatForm:
+        return self.config.form
+
+
+class Preferences(Records):
+    """One pair of answers, or one answer with a label, per record."""
+
+    setting = "fields"
+    has_preferences = True
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return preference_fields_read(self._form)
+
+    def document(self, record: Mapping[str, Any], where: object, bytes_read: int) -> Document:
+        preference = preference_of(record, self._form, where)
+        return Document(preference.text, bytes_read, split_hash(preference.prompt), preference=preference, where=where)
 
     @functools.cached_property
     def _form(self) -> ChatForm:
@@ -127,7 +148,7 @@ class Tokenized(Records):
 
 
 FORMATS: dict[str, type[Format]] = {
-    "text": Text, "jsonl": Jsonl, "parquet": Parquet, "arrow": Arrow, "stdlib": Stdlib, "chat": Chat, "tokenized": Tokenized,
-    "megatron": Megatron,
+    "text": Text, "jsonl": Jsonl, "parquet": Parquet, "arrow": Arrow, "stdlib": Stdlib, "chat": Chat,
+    "preference": Preferences, "tokenized": Tokenized, "megatron": Megatron,
 }  # fmt: skip
 """Format by the `kind` of a source."""

@@ -19,7 +19,7 @@ MARKS = frozenset((*_LEARNT_IF_TRUE, *_HIDDEN_IF_TRUE))
 MARKS_OF_RECORD = ("weight", "train", "trainable", "loss_mask", "loss_weight", "masked", "mask")
 """Fields that say so for a whole record. Other `MARKS` may be measurements there, such as a loss."""
 OF_PREFERENCES = ("label", "kto_tag")
-"""Fields that are false for a rejected answer."""
+"""Fields that are false for an undesirable answer."""
 
 _ABOUT_LEARNING = frozenset((
     "train", "trains", "training", "trainable", "trained", "learn", "learns", "learning", "learnable", "learned", "learnt",
@@ -61,8 +61,12 @@ def learnt_mark(message: Mapping[str, object], where: str, own: str | None = Non
     return next(iter(found.values()), None)
 
 
-def check_record(record: Mapping[str, object]) -> None:
+def check_record(record: Mapping[str, object], *, is_preference: bool = False) -> None:
     """Refuses a record that is marked, as a whole, not to be trained on, or with a weight of its own.
+
+    Args:
+        record: the record.
+        is_preference: whether the answer may be undesirable.
 
     Raises:
         ValueError: `field: rule; remedy`.
@@ -75,8 +79,8 @@ def check_record(record: Mapping[str, object]) -> None:
         if _is_true(value, key) == (key in _HIDDEN_IF_TRUE):
             raise ValueError(f"{key}: excludes the whole line from training; remove the line")
     for key in OF_PREFERENCES:
-        if record.get(key) is False:
-            raise ValueError(f"{key}: false marks a rejected answer; remove the line")
+        if record.get(key) is False and not is_preference:
+            raise ValueError(f"{key}: false marks a rejected answer; remove the line, or set kind: preference")
 
 
 def _is_true(value: object, where: str) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import grain
 import numpy as np
@@ -19,7 +19,7 @@ from llamajax.data.rows.rows import PackedSource, RowPlace, cache_error
 from llamajax.data.rows.stages import Passes, StageRows, stage_orders, takes_part
 from llamajax.data.tasks import MapTasks
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
-from llamajax.data.tokens.source_tokens import Counts
+from llamajax.data.tokens.source_tokens import Counts, SourceTokens
 from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN
 from llamajax.data.tokens.tokenize_run import tokenized
 from llamajax.errors import DataError
@@ -60,6 +60,8 @@ class Dataset:
     chat_template.jinja."""
     template_sha256: str | None
     """Hash of the chat template; None without conversations."""
+    preferences: tuple[Literal["pairs", "labels"] | None, ...]
+    """For each source, whether its preferences are pairs or have labels; None if it has no preferences."""
 
     @property
     def held_out_rows(self) -> Sequence[Row]:
@@ -89,6 +91,10 @@ class Dataset:
     def train_row(self, position: int) -> Row:
         """Returns the row at a position of the run: row r of step s is at `rows_after(s) + r`."""
         return self._place(position).row()
+
+    def has_preferences(self, position: int) -> bool:
+        """Returns whether the row at a position of the run has preferences; see `packing.Row`."""
+        return self._place(position).packed.source.format.has_preferences
 
     def _place(self, position: int) -> RowPlace:
         place = self.rows.order[position]
@@ -145,6 +151,7 @@ def _prepare(
             packed[seq_len].append(own)
             if seq_len == data.seq_len:
                 _check_bad(own, log)
+                _preferences(tokens)
                 _check_end(own, tokenizer, log)
             summary.append(_describe(own) if seq_len == data.seq_len else _describe_rows(own))
             log(summary[-1])
@@ -177,7 +184,22 @@ def _prepare(
         held_out_of_sources=tuple(own.held_out_rows for own in packed[data.seq_len]),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
         template_sha256=None if template is None else template.sha256,
+        preferences=tuple([_preferences(tokens) for tokens in found.sources]),
     )
+
+
+def _preferences(tokens: SourceTokens) -> Literal["pairs", "labels"] | None:
+    """Returns the kind of the source's preferences; raises `DataError` if it has both kinds."""
+    if not tokens.source.format.has_preferences:
+        return None
+    counts = tokens.counts
+    labelled = counts.desirable + counts.undesirable
+    if labelled not in (0, counts.documents):
+        raise DataError(
+            f"{tokens.source.key}.paths: has {counts.documents - labelled:,} pairs and {labelled:,} single answers with a"
+            " label; a source has one or the other: write them into two"
+        )
+    return "labels" if labelled else "pairs"
 
 
 def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:
@@ -214,7 +236,7 @@ def _check_end(packed: PackedSource, tokenizer: Tokenizer, log: Callable[[str], 
     store = packed.tokens.store
     if packed.source.config.kind != "tokenized" or not store.tokens_of_part.any():
         return
-    tokens, learnt = store.piece(0, 0, min(_TOKENS_LOOKED_AT, int(store.tokens_of_part[0])) - 1)
+    tokens, learnt, _ = store.piece(0, 0, min(_TOKENS_LOOKED_AT, int(store.tokens_of_part[0])) - 1)
     if learnt is not None and tokenizer.token_bytes[tokens[1:][learnt]].all():
         log(
             f"warning    {packed.source.key}: its labels never include {tokenizer.name(tokenizer.eos_id)} or another token"
@@ -229,6 +251,11 @@ def _check_rows(packed: PackedSource, of_row: str) -> None:
     key, num_documents = f"{packed.source.key}.paths", packed.tokens.counts.documents
     if not num_documents:
         raise DataError(f"{key}: has no document to train on; add documents with text")
+    if packed.num_left_out(TRAIN) and packed.source.format.has_preferences:
+        which = _what(packed)
+        raise DataError(
+            f"{key}: none of the {which} fits in the {packed.seq_len:,} tokens of {of_row}; raise it, or add shorter {which}"
+        )
     if packed.num_left_out(TRAIN):
         raise DataError(
             f"{key}: no conversation has an answer within the {packed.seq_len:,} tokens of {of_row}; raise it, or add"
@@ -243,19 +270,36 @@ def _check_rows(packed: PackedSource, of_row: str) -> None:
 def _describe(packed: PackedSource) -> str:
     """Returns a line about a source's content and its conversations that are too long for the rows."""
     source, counts, seq_len, num_rows = packed.source, packed.tokens.counts, packed.seq_len, packed.num_rows(TRAIN)
-    skipped = f" ({counts.empty:,} empty ones skipped)" if counts.empty else ""
+    which = "with an empty answer" if source.format.has_preferences else "empty ones"
+    skipped = f" ({counts.empty:,} {which} skipped)" if counts.empty else ""
     full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
     tokens = counts.tokens
     size = f" {counts.text_bytes / 1e6:,.1f} MB," if counts.text_bytes else ""
-    cut, left_out = packed.num_cut, sum(packed.num_left_out(side) for side in SIDES)
+    what = _what(packed)
+    labels = f" ({counts.desirable:,} desirable, {counts.undesirable:,} undesirable)" if what == "answers" else ""
     return (
-        f"data       {source.key} {source.config.kind}: {counts.documents:,} documents{skipped},"
+        f"data       {source.key} {source.config.kind}: {counts.documents:,} {what}{labels}{skipped},"
         f"{size} {tokens:,} tokens,"
-        f" {tokens / max(counts.documents, 1):,.0f} per document; {num_rows:,} rows{full};"
-        f" held out: {packed.num_rows(HELD_OUT):,} rows"
-        + _describe_split(counts)
-        + (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "")
-        + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
+        f" {tokens / max(counts.documents, 1):,.0f} per {what[:-1]}; {num_rows:,} rows{full};"
+        f" held out: {packed.num_rows(HELD_OUT):,} rows" + _describe_split(counts) + _describe_too_long(packed)
+    )
+
+
+def _what(packed: PackedSource) -> str:
+    """Returns the word for what a source's documents are."""
+    counts = packed.tokens.counts
+    if not packed.source.format.has_preferences:
+        return "documents"
+    return "answers" if counts.desirable + counts.undesirable else "pairs"
+
+
+def _describe_too_long(packed: PackedSource) -> str:
+    """Returns how many conversations are cut or left out because of the length of a row."""
+    cut, left_out, seq_len = packed.num_cut, sum(packed.num_left_out(side) for side in SIDES), packed.seq_len
+    if packed.source.format.has_preferences:
+        return f"; {left_out:,} {_what(packed)} left out, since they exceed {seq_len:,} tokens" if left_out else ""
+    return (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "") + (
+        f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else ""
     )
 
 
@@ -269,10 +313,7 @@ def _describe_split(counts: Counts) -> str:
 
 def _describe_rows(packed: PackedSource) -> str:
     """Returns a line about a source's rows in a later stage."""
-    seq_len, left_out = packed.seq_len, sum(packed.num_left_out(side) for side in SIDES)
     return (
-        f"data       {packed.source.key} in rows of {seq_len:,} tokens: {packed.num_rows(TRAIN):,}"
-        f"; held out: {packed.num_rows(HELD_OUT):,} rows"
-        + (f"; {packed.num_cut:,} conversations cut to {seq_len:,} tokens" if packed.num_cut else "")
-        + (f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else "")
+        f"data       {packed.source.key} in rows of {packed.seq_len:,} tokens: {packed.num_rows(TRAIN):,}"
+        f"; held out: {packed.num_rows(HELD_OUT):,} rows" + _describe_too_long(packed)
     )

@@ -1,4 +1,4 @@
-"""Picks a conversation of a run to show people: what is read of it, and what is learned."""
+"""Picks a conversation or a preference of a run to show people: what is read of it, and what is learned."""
 
 import itertools
 from typing import NamedTuple
@@ -29,6 +29,8 @@ class Example(NamedTuple):
     num_tokens: int
     num_learned: int
     """Number of its tokens that are learned."""
+    what: str = "document"
+    """Word for it."""
 
 
 def find_example(dataset: Dataset) -> Example | None:
@@ -36,11 +38,28 @@ def find_example(dataset: Dataset) -> Example | None:
     if not any(FORMATS[source.kind].has_targets for source in dataset.sources):
         return None
     for position in range(_ROWS_LOOKED_AT):
-        row = dataset.train_row(dataset.rows.first_row + position)
-        for segment in range(1, int(row["segment_ids"].max()) + 1):
+        place = dataset.rows.first_row + position
+        row, shown = dataset.train_row(place), _preference if dataset.has_preferences(place) else _example
+        for segment in np.unique(row["segment_ids"][row["segment_ids"] > 0]).tolist():
             if (row["targets"][row["segment_ids"] == segment] == IGNORE).any():
-                return _example(row, segment, dataset.tokenizer)
+                return shown(row, segment, dataset.tokenizer)
     return None
+
+
+def _preference(row: Row, first: int, tokenizer: Tokenizer) -> Example:
+    """Returns a pair, the prompt of which is shown once, or an answer with a label; `first` is its first segment."""
+    pair = (first, first + 1) if first % 2 and (row["segment_ids"] == first + 1).any() else (first,)
+    sequences = [_example(row, segment, tokenizer) for segment in pair]
+    names = ("chosen", "rejected") if len(pair) == 2 else ("desirable",) if first % 2 else ("undesirable",)
+    stretches = sequences[0].stretches[:1]  # the prompt
+    for name, sequence in zip(names, sequences, strict=True):
+        stretches += [Stretch(f"\n[{name}] ", False), *sequence.stretches[1:]]
+    return Example(
+        stretches,
+        sum(sequence.num_tokens for sequence in sequences),
+        sum(sequence.num_learned for sequence in sequences),
+        "pair" if len(pair) == 2 else "answer",
+    )
 
 
 def _example(row: Row, segment: int, tokenizer: Tokenizer) -> Example:

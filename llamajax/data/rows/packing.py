@@ -18,7 +18,8 @@ WINDOW = 2**17
 
 Row = dict[str, Int32[np.ndarray, "T"]]
 """A row with `tokens`; `targets`, which are `IGNORE` where nothing is trained; `segment_ids`, which count documents from 1
-and are 0 for padding; and `positions`, which start at 0 in every segment."""
+(or say what the sequences are, see `preferences.py`) and are 0 for padding; and `positions`, which start at 0 in every
+segment."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Totals(NamedTuple):
     cut: int
     """Number of conversations that exceed a row, so that only their beginning is used."""
     left_out: int
-    """Number of conversations without an answer within a row."""
+    """Number of conversations without an answer within a row, and of preferences that exceed a row."""
     moved: int
     """Number of documents that an earlier rule put on the other side."""
 

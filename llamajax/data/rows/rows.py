@@ -13,6 +13,7 @@ from llamajax.data import cache
 from llamajax.data.documents.file_groups import ANNOUNCED_BYTES
 from llamajax.data.rows.packing import Row, fill_row
 from llamajax.data.rows.packing_cache import PackingIndex, Packings
+from llamajax.data.rows.preferences import fill_preferences
 from llamajax.data.tasks import MapTasks
 from llamajax.data.tokens.source_tokens import SourceTokens
 from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN
@@ -59,7 +60,7 @@ class PackedSource:
         return sum(self._packing.totals(side).cut for side in range(len(SIDES)))
 
     def num_left_out(self, side: str) -> int:
-        """Returns the number of conversations without an answer within a row."""
+        """Returns the number of conversations without an answer within a row, or of preferences that exceed a row."""
         return self._packing.totals(SIDES.index(side)).left_out
 
     def num_rows(self, side: str) -> int:
@@ -81,7 +82,11 @@ class PackedSource:
         return PackedRows(self, HELD_OUT)
 
     def pairs_of_documents(self, side: str, index: int) -> Int32[np.ndarray, "pieces"]:
-        """Returns the number of pairs of each document in a row; raises the errors of `row`."""
+        """Returns the number of pairs of each document in a row, or of each sequence of a preference; raises the errors of
+        `row`."""
+        if self.source.format.has_preferences:
+            segment_ids = self.row(side, index)["segment_ids"]
+            return np.unique(segment_ids[segment_ids > 0], return_counts=True)[1].astype(np.int32)
         return cache.repaired(lambda: self._packing.pieces(SIDES.index(side), index)[1], self._remake)
 
     def row(self, side: str, index: int) -> Row:
@@ -101,14 +106,14 @@ class PackedSource:
         return self._packings.read()
 
     def _row(self, side: int, index: int) -> Row:
-        pieces, learnt = [], []
+        pieces = []
         for start, length in zip(*self._packing.pieces(side, index), strict=True):
             part = bisect.bisect_right(self._part_starts, start) - 1  # each document, and so each piece, is in one part
-            piece, of_piece = self.tokens.store.piece(part, int(start) - self._part_starts[part], int(length))
-            pieces.append(piece)
-            if of_piece is not None:
-                learnt.append(of_piece)
-        return fill_row(pieces, self.seq_len, learnt)
+            pieces.append(self.tokens.store.piece(part, int(start) - self._part_starts[part], int(length)))
+        if self.source.format.has_preferences:
+            return fill_preferences(pieces, self.seq_len)
+        learnt = [piece.learnt for piece in pieces if piece.learnt is not None]
+        return fill_row([piece.tokens for piece in pieces], self.seq_len, learnt)
 
     def _remake(self, damaged: Path) -> None:
         try:

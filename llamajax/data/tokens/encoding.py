@@ -150,13 +150,13 @@ def chat_template_for(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | 
         ConfigError: a template is needed but missing.
         DataError: the template is malformed or cannot be read.
     """
-    if not any(source.kind == "chat" for source in data.sources):
+    if not any(source.is_rendered for source in data.sources):
         return None
     named = data.chat_template
     template = load_chat_template(Path(find_file(named)) if named else tokenizer.source.parent, tokenizer)
     if template is None:
         raise ConfigError(
-            "data.chat_template: is required for sources of kind=chat, because the tokenizer has none; name a Jinja file,"
-            " for example one of configs/chat_templates/"
+            "data.chat_template: is required for sources of kind=chat or preference, because the tokenizer has none; name a"
+            " Jinja file, for example one of configs/chat_templates/"
         )
     return template

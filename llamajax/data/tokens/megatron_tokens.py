@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int64, Integer
+from jaxtyping import Int64
 
 from llamajax import disk
 from llamajax.data import cache, progress
@@ -25,7 +25,7 @@ from llamajax.data.file_array import FileArray
 from llamajax.data.progress import TokenizingProgress
 from llamajax.data.tokens.megatron import IndexedDataset, paths_of, split_documents
 from llamajax.data.tokens.source_tokens import Counts
-from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN, Documents
+from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN, Documents, Piece
 from llamajax.errors import DataError, UserError
 
 PART_DOCUMENTS = 2**20
@@ -78,14 +78,14 @@ class MegatronStore:
         nothing = np.zeros(end - first, bool)
         return Documents(offsets[:-1], np.diff(offsets), sides, is_cut=nothing, is_left_out=nothing, is_moved=nothing)
 
-    def piece(self, part: int, start: int, length: int) -> tuple[Integer[np.ndarray, "_"], Bool[np.ndarray, "_"] | None]:
+    def piece(self, part: int, start: int, length: int) -> Piece:
         """See `TokenStore`. Raises `DataError` for ids outside the model's vocabulary."""
         file = self.parts.info["files"][self._table["file"][part]]
         at = self._table["token"][part] + start
         piece = _tokens(file["bin"], file["dtype"], file["sha256"])[at : at + length + 1]
         if (wrong := piece[(piece < 0) | (piece >= self.vocab_size)]).size:  # changed since the start
             raise _id_error(self.source, file, f"id {wrong[0]}", self.vocab_size)
-        return piece, None
+        return Piece(piece)
 
     def _sides(self, num_documents: int) -> dict[int, tuple[int, int]]:
         """Returns the range of documents on each side, in the order of the file."""

@@ -52,6 +52,10 @@ class ShardIndex:
         """Number of additional documents of conversations that become several."""
         self.split: int = file.info.get("split", 0)
         """Number of these conversations."""
+        self.desirable: int = file.info.get("desirable", 0)
+        """Number of documents with a desirable answer alone."""
+        self.undesirable: int = file.info.get("undesirable", 0)
+        """Number of documents with an undesirable answer alone."""
         self.first_bad: str = file.info["first_bad"]
         """Error of the first invalid record."""
         self._first_of_entry = np.cumsum([0, *file.arrays["num_shards"][:]])
@@ -86,6 +90,7 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
         heads = list(itertools.chain.from_iterable(of_entries))
         totals = zip(*(head.totals for head in heads), strict=True)
         more, split = sum(head.more for head in heads), sum(head.split for head in heads)
+        desirable, undesirable = sum(head.desirable for head in heads), sum(head.undesirable for head in heads)
         cache.write_arrays(
             path,
             {
@@ -97,6 +102,7 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
             {
                 "first_bad": next((head.first_bad for head in heads if head.first_bad), ""),
                 **({"more": more, "split": split} if more else {}),
+                **({"desirable": desirable, "undesirable": undesirable} if desirable + undesirable else {}),
             },
             keep=is_new,
         )
@@ -111,6 +117,8 @@ class _Head(NamedTuple):
     first_bad: str
     more: int
     split: int
+    desirable: int
+    undesirable: int
 
 
 def _heads(entry: Path) -> list[_Head]:
@@ -125,5 +133,6 @@ def _heads(entry: Path) -> list[_Head]:
         totals = (
             len(shard.tokens), len(shard.hashes), shard.text_bytes, shard.num_space_signs, shard.num_empty, shard.num_bad,
         )  # fmt: skip
-        heads.append(_Head(shard.sha256, totals, shard.first_bad, shard.num_more, shard.num_split))
+        labelled = shard.num_desirable, shard.num_undesirable
+        heads.append(_Head(shard.sha256, totals, shard.first_bad, shard.num_more, shard.num_split, *labelled))
     return heads

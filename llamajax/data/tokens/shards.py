@@ -18,6 +18,7 @@ from llamajax import disk
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.data.chat.chat_tokens import encode_conversation
+from llamajax.data.chat.preference_tokens import encode_preference
 from llamajax.data.documents.file_groups import GROUP_BYTES, HashedGroup, announce_fetching
 from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import plain_hash
@@ -43,6 +44,7 @@ _DOCUMENTS = "shard-1"
 _LONG = "whole"
 """Key for groups that may contain documents which earlier versions cut."""
 _CONVERSATIONS = "chat-4"
+_PREFERENCES = "preference-1"
 _TOKENS = "tokens-1"
 
 
@@ -80,6 +82,13 @@ class Shard:
     """Number of additional documents of conversations that become several, because one cannot train on all answers."""
     num_split: int = 0
     """Number of these conversations."""
+    chosen: cache.CheckedArray | None = None
+    """For preferences, whether each token belongs to a chosen or desirable sequence, as bits like those of `learnt`. The
+    chosen sequence of a document comes first."""
+    num_desirable: int = 0
+    """Number of documents with a desirable answer alone."""
+    num_undesirable: int = 0
+    """Number of documents with an undesirable answer alone."""
 
     @property
     def num_read(self) -> int:
@@ -89,7 +98,12 @@ class Shard:
     def is_learnt(self, start: int, end: int) -> Bool[np.ndarray, "{end}-{start}"]:
         """Returns which of these tokens of conversations are trained on."""
         assert self.learnt is not None
-        return np.unpackbits(self.learnt[start // 8 : -(-end // 8)])[start % 8 :][: end - start].astype(bool)
+        return _bits(self.learnt, start, end)
+
+    def is_chosen(self, start: int, end: int) -> Bool[np.ndarray, "{end}-{start}"]:
+        """Returns which of these tokens of preferences belong to a chosen or desirable sequence."""
+        assert self.chosen is not None
+        return _bits(self.chosen, start, end)
 
     def first_learnt(self) -> Int64[np.ndarray, "documents"]:
         """Returns the index within each document of the first token that is trained on; past its end if there is none.
@@ -103,14 +117,18 @@ class Shard:
         return places[np.searchsorted(places, starts + 1)] - starts
 
 
+def _bits(packed: cache.CheckedArray, start: int, end: int) -> Bool[np.ndarray, "{end}-{start}"]:
+    return np.unpackbits(packed[start // 8 : -(-end // 8)])[start % 8 :][: end - start].astype(bool)
+
+
 def shards_entry(group: HashedGroup, tokenizer: Tokenizer, cache_dir: Path, template: ChatTemplate | None = None) -> Path:
     """Returns the directory of the group's shards; `template` is needed only for conversations and ignored otherwise."""
     key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
     if group.may_be_long and not group.has_targets:
         key.append(_LONG)
-    if group.source.config.kind == "chat":
+    if group.source.config.is_rendered:
         assert template is not None
-        key += [_CONVERSATIONS, template.sha256]
+        key += [_PREFERENCES if group.has_preferences else _CONVERSATIONS, template.sha256]
     elif group.has_targets:
         key.append(_TOKENS)
     return cache_dir / FOLDER / cache.key_of(*key)
@@ -275,8 +293,9 @@ def _next_shard(
     """Tokenizes documents until the shard is full or they end, conversations with a template; returns `Shard`'s fields."""
     tokens = Spool(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32), entry)
     lengths = [np.zeros(1, np.int64)]
-    hashes, plain_hashes, learnt = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
-    num_empty = num_bad = num_more = num_split = num_space_signs = text_bytes = size = 0
+    hashes, plain_hashes = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
+    learnt, chosen = [np.zeros(0, bool)], [np.zeros(0, bool)]
+    num_empty = num_bad = num_more = num_split = num_space_signs = text_bytes = size = num_desirable = num_undesirable = 0
     first_bad = ""
     last = False
 
@@ -309,11 +328,17 @@ def _next_shard(
         size += batch_size
         if group.has_targets:
             encoded = _encode_marked(batch, group, tokenizer, template, leave_out)
+            if group.has_preferences:
+                sides = [tuple(len(side.ids) for side in both) for _, both in encoded]
+                chosen += [np.repeat([True, False], lengths) for lengths in sides]
+                num_desirable += sum(not num_rejected for _, num_rejected in sides)
+                num_undesirable += sum(not num_chosen for num_chosen, _ in sides)
+                encoded = [(document, [_joined(both)]) for document, both in encoded]
             num_more += sum(len(samples) - 1 for _, samples in encoded)
             num_split += sum(len(samples) > 1 for _, samples in encoded)
             batch = [document for document, samples in encoded for _ in samples]
-            ids = [ids for _, samples in encoded for ids, _ in samples]
-            learnt += [is_learnt for _, samples in encoded for _, is_learnt in samples]
+            ids = [sample.ids for _, samples in encoded for sample in samples]
+            learnt += [sample.learnt for _, samples in encoded for sample in samples]
             before = behind = np.zeros(0, np.int32)
         else:
             ids = tokenizer.encode_documents([document.text for document in batch])
@@ -350,16 +375,24 @@ def _next_shard(
     }
     if group.has_targets:
         arrays["learnt"] = np.packbits(np.concatenate(learnt))
+    if group.has_preferences:
+        arrays["chosen"] = np.packbits(np.concatenate(chosen))
     return arrays, {
         "text_bytes": text_bytes, "first": first, "num_space_signs": num_space_signs, "num_empty": num_empty,
         "num_bad": num_bad, "first_bad": first_bad, "last": last,
         **({"num_more": num_more, "num_split": num_split} if group.has_targets else {}),
+        **({"num_desirable": num_desirable, "num_undesirable": num_undesirable} if group.has_preferences else {}),
     }  # fmt: skip
+
+
+def _joined(samples: Sequence[Encoded]) -> Encoded:
+    return Encoded(*map(np.concatenate, zip(*samples, strict=True)))
 
 
 def _size(document: Document) -> int:
     """Returns the approximate memory that a document takes, in bytes."""
-    num_messages = len(document.conversation.messages) if document.conversation else 0
+    sides = document.preference.sides if document.preference else filter(None, [document.conversation])
+    num_messages = sum(len(side.messages) for side in sides)
     return utf8_length(document.text) + DOCUMENT_BYTES * (1 + num_messages)
 
 
@@ -377,7 +410,8 @@ def _encode_marked(
     template: ChatTemplate | None,
     leave_out: Callable[[str], None],
 ) -> list[tuple[Document, list[Encoded]]]:
-    """Returns the documents that say what is trained on, as tokens; `leave_out` receives the errors of the others."""
+    """Returns the documents that say what is trained on, as tokens, each preference as its two sides; `leave_out` receives
+    the errors of the others."""
     encoded = []
     for document in documents:
         if (own := document.encoded) is not None:
@@ -389,10 +423,13 @@ def _encode_marked(
                     f" of {tokenizer.source}; name the tokenizer that made them"
                 )
             continue
-        assert document.conversation is not None
         assert template is not None
         try:
-            encoded.append((document, encode_conversation(template, tokenizer, document.conversation)))
+            if document.preference is not None:
+                encoded.append((document, encode_preference(template, tokenizer, document.preference)))
+            else:
+                assert document.conversation is not None
+                encoded.append((document, encode_conversation(template, tokenizer, document.conversation)))
         except DataError as error:
-            leave_out(f"{document.conversation.where}: {error}")
+            leave_out(f"{document.where}: {error}")
     return encoded

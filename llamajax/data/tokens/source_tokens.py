@@ -35,6 +35,10 @@ class Counts(NamedTuple):
     """Number of additional documents of conversations that become several, because one cannot train on all answers."""
     split: int = 0
     """Number of these conversations."""
+    desirable: int = 0
+    """Number of preferences with a desirable answer alone."""
+    undesirable: int = 0
+    """Number of preferences with an undesirable answer alone."""
 
 
 class SourceTokens(Protocol):
@@ -105,7 +109,7 @@ class ShardedTokens:
         return Counts(
             documents=index.documents, tokens=int(index.tokens_of_shard.sum()), text_bytes=index.text_bytes,
             space_signs=index.space_signs, empty=index.empty, bad=index.bad, first_bad=index.first_bad, more=index.more,
-            split=index.split,
+            split=index.split, desirable=index.desirable, undesirable=index.undesirable,
         )  # fmt: skip
 
     @property

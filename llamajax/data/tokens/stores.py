@@ -26,15 +26,28 @@ class Documents(NamedTuple):
     starts: Int64[np.ndarray, "documents"]
     """Index of each document's first token in the part."""
     lengths: Int64[np.ndarray, "documents"]
-    """Number of tokens that rows may use, from the first one on; below 2 if they use none."""
+    """Number of tokens that rows may use, from the first one on; below 2 if they use none. One more than the positions that
+    the document takes."""
     sides: UInt8[np.ndarray, "documents"]
     """Index in `SIDES` of each document's side of the split; higher if it is on neither."""
     is_cut: Bool[np.ndarray, "documents"]
     """Whether each document is a conversation that exceeds a row, so that only its beginning is used."""
     is_left_out: Bool[np.ndarray, "documents"]
-    """Whether each document is a conversation without an answer within a row."""
+    """Whether each document is a conversation without an answer within a row, or a preference that exceeds a row."""
     is_moved: Bool[np.ndarray, "documents"]
     """Whether an earlier rule put each document on the other side."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a document that a row takes."""
+
+    tokens: Integer[np.ndarray, "_"]
+    """The tokens, read-only: one more than the positions that they take, since the last one is only a target. Of a
+    preference, as many."""
+    learnt: Bool[np.ndarray, "_"] | None = None
+    """Whether each of them, except the first, is trained on; None: all are."""
+    chosen: Bool[np.ndarray, "_"] | None = None
+    """For a preference, whether each of them belongs to the chosen or desirable sequence."""
 
 
 class TokenStore(Protocol):
@@ -54,10 +67,8 @@ class TokenStore(Protocol):
         """
         ...
 
-    def piece(self, part: int, start: int, length: int) -> tuple[Integer[np.ndarray, "_"], Bool[np.ndarray, "_"] | None]:
-        """Returns `length` tokens of a part from `start` on and the one after them, read-only.
-
-        For conversations, the second value says which of them, except the first, are trained on.
+    def piece(self, part: int, start: int, length: int) -> Piece:
+        """Returns the tokens that take `length` positions of a row, from token `start` of a part on.
 
         Raises:
             DamagedError: a file of the cache is damaged.
@@ -95,8 +106,11 @@ class ShardStore:
         shard = self.shard(part)
         offsets = shard.offsets[:]
         lengths = np.diff(offsets)
-        kept = lengths if shard.learnt is None else np.minimum(lengths, seq_len + 1)
-        is_left_out = shard.first_learnt() >= kept
+        if shard.chosen is not None:  # each token of a preference has a position, the last ones of its sequences too
+            is_left_out, kept = lengths > seq_len, lengths + 1
+        else:
+            kept = lengths if shard.learnt is None else np.minimum(lengths, seq_len + 1)
+            is_left_out = shard.first_learnt() >= kept
         held_out = np.asarray(is_held_out(shard.hashes[:], self.held_out_fraction))
         return Documents(
             starts=offsets[:-1],
@@ -107,11 +121,14 @@ class ShardStore:
             is_moved=held_out != is_held_out(shard.plain_hashes[:], self.held_out_fraction),
         )
 
-    def piece(self, part: int, start: int, length: int) -> tuple[Integer[np.ndarray, "_"], Bool[np.ndarray, "_"] | None]:
+    def piece(self, part: int, start: int, length: int) -> Piece:
         """See `TokenStore`."""
         shard = _shard(self.path(part), self.index.sha256_of_shard[part])
-        learnt = None if shard.learnt is None else shard.is_learnt(start + 1, start + length + 1)
-        return shard.tokens[start : start + length + 1], learnt
+        end = start + length
+        if shard.chosen is not None:
+            return Piece(shard.tokens[start:end], shard.is_learnt(start + 1, end), shard.is_chosen(start, end))
+        learnt = None if shard.learnt is None else shard.is_learnt(start + 1, end + 1)
+        return Piece(shard.tokens[start : end + 1], learnt)
 
     def shard(self, part: int) -> Shard:
         """Returns a shard; raises `DamagedError` if it is missing, damaged, or not the one in the index."""

@@ -108,7 +108,7 @@ def test_fields_that_do_not_speak_of_learning_stay():
         ({"train": False}, "train: excludes the whole line"),
         ({"masked": True}, "masked: excludes the whole line"),
         ({"mask": "User"}, "mask: means different things to different programs; remove it"),
-        ({"label": False}, "label: false marks a rejected answer; remove the line"),
+        ({"label": False}, "label: false marks a rejected answer; remove the line, or set kind: preference"),
         ({"kto_tag": False}, "kto_tag: false marks"),
     ],
 )

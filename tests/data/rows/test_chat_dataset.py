@@ -335,8 +335,8 @@ def refused(error, config, **arguments):
 def test_no_template(tmp_path, tokenizer):
     source, _ = chat_source(tmp_path, "chat.jsonl", 5)
     message = (
-        "data.chat_template: is required for sources of kind=chat, because the tokenizer has none; name a Jinja file, for"
-        " example one of configs/chat_templates/"
+        "data.chat_template: is required for sources of kind=chat or preference, because the tokenizer has none; name a"
+        " Jinja file, for example one of configs/chat_templates/"
     )
     assert refused(ConfigError, chat_config(tmp_path, source, chat_template=None)) == message
     trained = chat_config(tmp_path, source, chat_template=None, tokenizer=TokenizerConfig())
