@@ -43,8 +43,8 @@ class ObjectiveConfig(Section):
     margin: NonNegativeFloat = 0.5
     """`simpo`: its gamma, by which the reward of a preferred answer should exceed that of the rejected one."""
     nll_weight: OptionalWeight = None
-    """Weight of the cross-entropy of preferred answers, per token, that is added to the loss; `orpo` counts the prompts' tokens
-    too. Unset: 1 for `orpo` and `cpo`, 0 for the others. Llama 3 was trained with `dpo` and 0.2."""
+    """Weight of the cross-entropy of preferred answers, per token, that is added to the loss; `orpo` counts the tokens of
+    prompts too. Unset: 1 for `orpo` and `cpo`, 0 for the others. Llama 3 was trained with `dpo` and 0.2."""
     desirable_weight: NonNegativeFloat = 1.0
     """`kto`: weight of desirable answers."""
     undesirable_weight: NonNegativeFloat = 1.0
@@ -115,6 +115,8 @@ def objective_problems(
         yield f"train.z_loss_weight: {train.z_loss_weight} has no effect with objective.kind={kind}; remove it"
     if any(stage.seq_len for stage in data.stages):
         yield f"data.stages: rows of several lengths are not possible with objective.kind={kind}; remove their seq_len"
+    if data.stages and objective.reference_of(adapters) == "cached":
+        yield "data.stages: are not possible with objective.reference=cached; remove them, or train adapters with base"
     if mesh.pipeline > 1:
         yield f"mesh.pipeline: {mesh.pipeline} is not possible with objective.kind={kind}; use fsdp and tensor"
     if offload.tiers.nvme_dir is not None:

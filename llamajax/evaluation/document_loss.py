@@ -237,7 +237,7 @@ def add_up(
     results = ((name, compiled(model, batch, token_bytes)) for name, batch in itertools.chain([first], batches))
     losses: defaultdict[str, Losses] = defaultdict(Losses)
     for name, (sums, num_bytes) in one_behind(results):
-        losses[name] += Losses(float(sums.cross_entropy), int(sums.count), int(num_bytes))
+        losses[name] += Losses(float(sums.cross_entropy), int(sums.num_counted), int(num_bytes))
     return losses, time.monotonic() - started
 
 

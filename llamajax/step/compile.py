@@ -8,16 +8,15 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import jaxlib.version
 
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError, EnvironmentMismatchError
 from llamajax.estimates.formulas import gathered_layer_bytes, layer_matrix_bytes
-from llamajax.step.batch import FIELDS, Batch, batch_sharding
+from llamajax.step.batch import Batch, batch_sharding, fields
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
 from llamajax.step.step import train_step
@@ -122,8 +121,8 @@ def lower(run: ResolvedRun, state: TrainState) -> jax.stages.Lowered:
 def abstract_batch(config: Config) -> Batch:
     """Returns a batch of the run as `jax.ShapeDtypeStruct`, on the current mesh."""
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
-    like: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding())
-    return dict.fromkeys(FIELDS, like)
+    sharding = batch_sharding()
+    return {name: cast(Any, jax.ShapeDtypeStruct(shape, of, sharding=sharding)) for name, of in fields(config).items()}
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Option]) -> jax.stages.Compiled:

@@ -40,7 +40,7 @@ class LossSums(NamedTuple):
     """fp32 []: cross-entropy plus z-loss, to differentiate; or see `llamajax.step.preferences`."""
     cross_entropy: jax.Array
     """fp32 []: cross-entropy alone, in nats; for reports, without a gradient."""
-    count: jax.Array
+    num_counted: jax.Array
     """int32 []: number of counted tokens, or of pairs of answers."""
 
 

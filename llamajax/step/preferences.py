@@ -38,7 +38,7 @@ Sides = Float32[Array, "B T 2"]
 class Whole(NamedTuple):
     """What the loss of a micro-batch has to know of all micro-batches of its step."""
 
-    count: Int32[Array, ""]
+    num_counted: Int32[Array, ""]
     """Number of pairs; for KTO, of answers."""
     nll_tokens: Float32[Array, ""]
     """Number of tokens of the preferred answers' cross-entropy."""
@@ -62,7 +62,7 @@ def look_at_whole(config: Config, weights: PreparedWeights[Llama], batch: Batch)
 
     zero = Whole(jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()))
     whole = lax.stop_gradient(lax.scan(add, zero, batch)[0])
-    return whole._replace(kl=jnp.maximum(whole.kl / jnp.maximum(whole.count, 1), 0.0))
+    return whole._replace(kl=jnp.maximum(whole.kl / jnp.maximum(whole.num_counted, 1), 0.0))
 
 
 def preference_loss(
@@ -95,7 +95,7 @@ def preference_loss(
     losses = _LOSSES[objective.kind](objective, jnp.where(counts, scores, -1.0), whole.kl)
     preference = jnp.sum(jnp.where(counts if losses.ndim == 3 else counts[..., 0], losses, 0.0))
     nll = -jnp.sum(jnp.where(_is_in_nll(batch, ids), own, 0.0))
-    loss = preference + objective.own_nll_weight * nll * whole.count / jnp.maximum(whole.nll_tokens, 1.0)
+    loss = preference + objective.own_nll_weight * nll * whole.num_counted / jnp.maximum(whole.nll_tokens, 1.0)
 
     rewards, told = objective.beta * scores, lax.stop_gradient(sums)
     correct = counts.all(axis=-1) & (rewards[..., 0] > rewards[..., 1])
@@ -116,7 +116,7 @@ def log_probs(weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array], c
     hidden, _, head = states_and_head(weights, batch, **forms)
     targets = laid_out(batch.get("whole_targets", batch["targets"]), config.parallel.sequence)
     with jax.named_scope("loss"):
-        found = target_log_probs(hidden, head[...], targets, config.model.vocab_size)
+        found: Any = target_log_probs(hidden, head[...], targets, config.model.vocab_size)
         return whole_rows(found, config.parallel.sequence)
 
 

@@ -102,8 +102,8 @@ def end(prepared: Prepared, grads: Llama, summed: pipeline.Sums) -> tuple[dict[s
     (grads,) = prepared.pull_back(jax.tree.map(lambda grad, weight: cast(grad, weight.dtype), grads, prepared.wide))
     grads = jax.tree.map(_laid_out_as_stored, grads)
     # NaN where there is nothing to take the mean of.
-    means = {name: total / sums.count for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
-    return means | {"tokens": sums.count}, grads
+    means = {name: total / sums.num_counted for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
+    return means | {"tokens": sums.num_counted}, grads
 
 
 def _accumulate(
@@ -268,7 +268,7 @@ def _laid_out_as_stored(grad: jax.Array) -> jax.Array:
 
 
 def _no_losses() -> LossSums:
-    return LossSums(loss=jnp.zeros(()), cross_entropy=jnp.zeros(()), count=jnp.zeros((), jnp.int32))
+    return LossSums(loss=jnp.zeros(()), cross_entropy=jnp.zeros(()), num_counted=jnp.zeros((), jnp.int32))
 
 
 def _no_auxiliary(model: Llama) -> dict[str, jax.Array]:

@@ -15,6 +15,7 @@ from llamajax.config.run import Config
 from llamajax.data.rows.position import PassedOver
 from llamajax.data.tokens.tokenize_run import look_at_data
 from llamajax.errors import CheckpointError
+from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise
 from llamajax.parallel.zero import trained_only
 from llamajax.processes.peers import of_first
@@ -59,15 +60,12 @@ class Beginning:
         assert restored is not None or config.init_from is None or self.pretrained, (
             "a resumed run has a checkpoint to go back to"
         )
-        found, given = self.pretrained, None
-        if found is not None:
-            given = load_model(found.base or found, config.stored_model, abstract_model(config))
         if restored is None:
-            state, step, losses = init_state(config, given), 0, ()
-            if found is not None and found.adapters is not None:
-                state = with_adapters(state, load_adapters(found, trained_only(state.model)))
+            state, step, losses = first_state(config, self.pretrained), 0, ()
         else:
-            state = restored.state if given is None else with_base(config, restored.state, given)
+            found, state = self.pretrained, restored.state
+            if found is not None:
+                state = with_base(config, state, _loaded(config, found))
             state, step = with_copies(config, state), restored.step
             losses = restored.meta.get("recent_losses", ())
         if not config.adapters.enabled:
@@ -79,6 +77,20 @@ class Beginning:
                 " trained beside; name these, or choose another run_dir"
             )
         return Start(state, step, passed_over, losses, base)
+
+
+def first_state(config: Config, found: Pretrained | None) -> TrainState:
+    """Returns the state before the first step, with the weights of a model or random ones."""
+    if found is None:
+        return init_state(config)
+    state = init_state(config, _loaded(config, found))
+    if found.adapters is None:
+        return state
+    return with_adapters(state, load_adapters(found, trained_only(state.model)))
+
+
+def _loaded(config: Config, found: Pretrained) -> Llama:
+    return load_model(found.base or found, config.stored_model, abstract_model(config))
 
 
 def with_commit(config: Config, run_dir: Path) -> Config:
@@ -108,6 +120,12 @@ def open_weights(config: Config, run_dir: Path) -> Pretrained | None:
     """
     if config.init_from is None or (not config.adapters.enabled and of_first(latest_step(run_dir)) is not None):
         return None
+    return open_first_weights(config)
+
+
+def open_first_weights(config: Config) -> Pretrained:
+    """Opens the model of `init_from`; raises as `open_weights`."""
+    assert config.init_from is not None
     pretrained = open_pretrained(config.init_from)
     pretrained.check(config.stored_model, config.init_changes)
     pretrained.check_adapters(config.adapters)

@@ -16,7 +16,7 @@ from llamajax.evaluation.held_out import evaluate
 from llamajax.step.batch import Batch
 from llamajax.step.state import TrainState
 from llamajax.training.loop import Start, Trainer, meta_after
-from llamajax.training.run import look, prepare_trainer
+from llamajax.training.run import look, prepare_trainer, with_reference
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console
@@ -107,6 +107,7 @@ def prepare_loop(asked: Config) -> Iterator[OwnLoop]:
         if jax.process_index() == 0:
             write_config(outset.asked, run_dir / "config.yaml")
         console.log(f"start      {beginning.described(trainer.config)}")
+        trainer = with_reference(trainer, beginning.passed_over)
         start = beginning.start_from(restored, trainer.config, beginning.passed_over)
         checkpointer.go_on_from(start.step)
         yield OwnLoop(trainer, start)

@@ -5,6 +5,9 @@ takes a record of float32 in `log_probs.f32`, which is sparse, and its check in 
 The folder's name says what they depend on.
 """
 
+import dataclasses
+import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +22,8 @@ from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.loader import make_batch
 from llamajax.data.rows.packing import Row, fill_row
 from llamajax.data.rows.position import PassedOver, next_row
-from llamajax.disk import make_folder
+from llamajax.data.rows.preferences import with_fields
+from llamajax.disk import make_folder, write_atomically
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.processes import peers
@@ -28,6 +32,8 @@ from llamajax.step.preferences import reference_log_probs
 from llamajax.watch import console
 
 FOLDER = "reference"
+KEPT_EVERY_S = 60.0
+"""Seconds of work that a killed process loses."""
 _NAMES = ("reference", OTHER + "reference")
 
 
@@ -52,9 +58,9 @@ class Reference:
                 with path.open("ab") as file:
                     file.truncate(size)
         peers.everyones("reference")
-        mode = "r+" if peers.rank() == 0 else "r"
-        self._values = np.memmap(values, np.float32, mode, shape=(num_rows, width))
-        self._checks = np.memmap(checks, np.uint32, mode, shape=(num_rows,))
+        self._num_bytes, self._path_of_checks = 4 * width, checks
+        self._file = values.open("r+b" if peers.rank() == 0 else "rb", buffering=0)
+        self._checks = np.fromfile(checks, np.uint32)
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
         """Returns the rows that are not there, in order."""
@@ -62,14 +68,17 @@ class Reference:
         return wanted[self._checks[wanted] == 0].tolist()
 
     def write(self, number: int, values: Float32[np.ndarray, "W"]) -> None:
-        """Writes a row, then its check."""
-        self._values[number] = values
-        self._checks[number] = _check(values)
+        """Writes a row; `sync` makes it count."""
+        os.pwrite(self._file.fileno(), values.tobytes(), number * self._num_bytes)
+        self._checks[number] = _check(values.tobytes())
 
-    def flush(self) -> None:
-        """Writes what is in memory to the disk."""
-        self._values.flush()
-        self._checks.flush()
+    def sync(self) -> None:
+        """Makes all processes know the rows that process 0 has written; they call this together."""
+        if peers.rank() == 0:
+            os.fsync(self._file.fileno())
+            write_atomically(self._path_of_checks, self._checks.tobytes())
+        peers.everyones("reference")
+        self._checks = np.fromfile(self._path_of_checks, np.uint32)
 
     def of_row(self, number: int) -> dict[str, Float32[np.ndarray, "T"]]:
         """Returns the log-probabilities of a row's targets, by the name of their field of a batch.
@@ -77,16 +86,16 @@ class Reference:
         Raises:
             CheckpointError: the files are damaged.
         """
-        values = np.array(self._values[number])
-        if self._checks[number] != _check(values):
+        content = os.pread(self._file.fileno(), self._num_bytes, number * self._num_bytes)
+        if self._checks[number] != _check(content):
             raise CheckpointError(
                 f"{self.folder}: row {number} is damaged; remove this folder, and the run makes it again from init_from"
             )
-        return dict(zip(self.names, np.split(values, len(self.names)), strict=True))
+        return dict(zip(self.names, np.split(np.frombuffer(content, np.float32), len(self.names)), strict=True))
 
 
-def _check(values: np.ndarray) -> int:
-    return zlib.crc32(values.tobytes()) or 1
+def _check(content: bytes) -> int:
+    return zlib.crc32(content) or 1
 
 
 def with_reference(
@@ -112,6 +121,7 @@ def with_reference(
     if missing:
         rows, model = train.micro_batch_size, load()
         console.log(f"reference  computing the log-probabilities of {len(missing):,} rows with the weights of the start")
+        kept = time.monotonic()
         batches = [missing[first : first + rows] for first in range(0, len(missing), rows)]
         for numbers in console.track(batches, len(batches), "reference  batch"):
             found = reference_log_probs(config, model, _batch(config, dataset, numbers))
@@ -120,17 +130,21 @@ def with_reference(
             if peers.rank() == 0:
                 for number, of_row in zip(numbers, values[: len(numbers)], strict=True):
                     reference.write(number, of_row)
-        reference.flush()
-        peers.everyones("reference")
-    return dataset.completed_by(reference.of_row)
+            if peers.of_first(time.monotonic() - kept > KEPT_EVERY_S):
+                reference.sync()
+                kept = time.monotonic()
+        reference.sync()
+    return dataclasses.replace(dataset, reference=reference.of_row)
 
 
 def _batch(config: Config, dataset: Dataset, numbers: Sequence[int]) -> Batch:
     """Returns a batch of these rows, filled up with empty ones."""
     seq_len, known = config.data.seq_len, {name: of for name, of in fields(config).items() if name not in _NAMES}
 
+    empty = with_fields(fill_row([], seq_len), config.objective.kind)
+
     def row(_: int, index: int) -> Row:
-        return dataset.numbered_row(numbers[index]) if index < len(numbers) else dataset.complete(fill_row([], seq_len))
+        return dataset.numbered_row(numbers[index]) if index < len(numbers) else empty
 
     shape = (1, config.train.micro_batch_size, seq_len)
     return make_batch(row, shape, batch_sharding(), config.model.vocab_size, known)

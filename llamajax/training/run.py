@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,17 @@ from llamajax.processes.peers import check_same_everywhere, everyones
 from llamajax.step import pinned_memory
 from llamajax.step.resolve import with_placed_state
 from llamajax.step.state import TrainState, abstract_state, init_state
-from llamajax.training import elastic
+from llamajax.training import elastic, reference
 from llamajax.training.bad_steps import GoBack
-from llamajax.training.beginning import Beginning, check_beginning, find_beginning, open_weights, with_commit
+from llamajax.training.beginning import (
+    Beginning,
+    check_beginning,
+    find_beginning,
+    first_state,
+    open_first_weights,
+    open_weights,
+    with_commit,
+)
 from llamajax.training.loop import Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_data
@@ -232,6 +241,7 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, outset: Outset) -> 
     console.log(f"peak       {peak_flops(config.model.compute_dtype)}")
     with trainer.stop.at_end_of_step():
         while True:
+            trainer = with_reference(trainer, passed_over)
             start = beginning.start_from(restored, config, passed_over)
             checkpointer.go_on_from(start.step)  # before its logs are cut
             everyones("ready")  # the first collective of devices waits half a minute at most
@@ -242,6 +252,20 @@ def train_to_the_end(trainer: Trainer, beginning: Beginning, outset: Outset) -> 
                 del start, restored  # they hold the state that it began with
             watchdog.begin("load")
             restored, passed_over = go_back(bad, config, outset.abstract.as_saved(), checkpointer, passed_over)
+
+
+def with_reference(trainer: Trainer, passed_over: Sequence[PassedOver]) -> Trainer:
+    """Returns the trainer with the log-probabilities of the reference where the objective needs them; what is missing is
+    computed before the run has a state on the devices. All processes call this together."""
+    config = trainer.config
+    if config.objective.reference_of(config.adapters) != "cached":
+        return trainer
+
+    def load() -> Llama:
+        return first_state(config, open_first_weights(config)).model
+
+    dataset = reference.with_reference(config, trainer.dataset, passed_over, trainer.num_eval_rows, load)
+    return dataclasses.replace(trainer, dataset=dataset)
 
 
 def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:

@@ -12,7 +12,8 @@ from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.batch import FIELDS, Batch, batch_sharding
+from llamajax.step.batch import Batch
+from llamajax.step.compile import abstract_batch
 from llamajax.step.grouped_step import compile_grouped
 from llamajax.step.layer_groups import uses_files
 from llamajax.step.optim import moments
@@ -100,8 +101,7 @@ def program(config: Config) -> str:
     """Returns the programs that `run_side` compiles for a step; forms without a difference on a mesh have the same ones."""
     mesh = _mesh(config.mesh)
     jax.set_mesh(mesh)
-    shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
-    batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding()))
+    batch = abstract_batch(config)
     run = resolve(config, mesh.shape)
     state = abstract_state(run.config)
     if (compile_programs := _several(run.config)) is None:

@@ -5,7 +5,9 @@ import numpy as np
 from llamajax.config.run import Config
 from llamajax.data.rows.loader import make_batch
 from llamajax.data.rows.packing import Row, fill_row
-from llamajax.step.batch import Batch, batch_sharding
+from llamajax.data.rows.preferences import fill_preferences, with_fields
+from llamajax.data.tokens.stores import Piece
+from llamajax.step.batch import Batch, batch_sharding, fields
 
 
 def make_rows(config: Config, step: int) -> Batch:
@@ -17,9 +19,10 @@ def make_rows(config: Config, step: int) -> Batch:
     accumulated, rows, seq_len = config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len
 
     def row(micro_batch: int, index: int) -> Row:
-        return _draw_row(np.random.default_rng((config.seed, step, micro_batch * rows + index)), config)
+        rng = np.random.default_rng((config.seed, step, micro_batch * rows + index))
+        return _draw_preferences(rng, config) if config.objective.is_preference else _draw_row(rng, config)
 
-    return make_batch(row, (accumulated, rows, seq_len), batch_sharding(), config.model.vocab_size)
+    return make_batch(row, (accumulated, rows, seq_len), batch_sharding(), config.model.vocab_size, fields(config))
 
 
 def _draw_row(rng: np.random.Generator, config: Config) -> Row:
@@ -31,3 +34,22 @@ def _draw_row(rng: np.random.Generator, config: Config) -> Row:
         pieces.append(rng.integers(0, vocab_size, length + 1))
         free -= length
     return fill_row(pieces, seq_len, [rng.random(len(piece) - 1) < 0.9 for piece in pieces])
+
+
+def _draw_preferences(rng: np.random.Generator, config: Config) -> Row:
+    """Returns a row of pairs of answers, or of single ones for KTO, and log-probabilities of a reference."""
+    vocab_size, seq_len, is_single = config.model.vocab_size, config.data.seq_len, config.objective.kind == "kto"
+    free = int(rng.choice([0, seq_len, *rng.integers(1, seq_len + 1, 6)]))
+    pieces: list[Piece] = []
+    while free > 1:
+        num_chosen, num_rejected = rng.integers(2, max(3, seq_len // 4), 2).tolist()
+        if is_single:
+            num_chosen, num_rejected = rng.permutation([num_chosen, 0]).tolist()
+        if (length := num_chosen + num_rejected) > free:
+            break
+        chosen = np.arange(length) < num_chosen
+        pieces.append(Piece(rng.integers(0, vocab_size, length), rng.random(length - 1) < 0.9, chosen))
+        free -= length
+    row = with_fields(fill_preferences(pieces, seq_len), config.objective.kind)
+    references = [name for name in fields(config) if name.endswith("reference")]
+    return row | {name: -rng.exponential(4.0, seq_len).astype(np.float32) for name in references}

@@ -121,11 +121,11 @@ def test_z_loss_by_hand():
     jax.set_mesh(mesh.make_mesh(MESHES[0]))
     hidden, weight, targets = _inputs()
     sums = jax.jit(_losses, static_argnums=3)(jnp.zeros_like(hidden), weight, targets, 0.5)
-    assert int(sums.count) == B * T - 4  # all logits are 0, so every token's lse is log V
+    assert int(sums.num_counted) == B * T - 4  # all logits are 0, so every token's lse is log V
     np.testing.assert_allclose(sums.cross_entropy, 20 * np.log(V), rtol=1e-6)
     np.testing.assert_allclose(sums.loss, 20 * (np.log(V) + 0.5 * np.log(V) ** 2), rtol=1e-6)
     assert sums.loss.dtype == sums.cross_entropy.dtype == jnp.float32
-    assert sums.count.dtype == jnp.int32
+    assert sums.num_counted.dtype == jnp.int32
 
 
 def test_nothing_counted_is_zero_not_nan():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,9 @@ def test_losses_are_those_of_trl(case, tmp_path, monkeypatch):
     assert all(is_changed == names.is_adapter(name) for name, is_changed in changed.items())
 
 
-def _ours(peft: Path, objective: ObjectiveConfig, batches: list[dict[str, np.ndarray]]) -> tuple[list[float], dict[str, bool]]:
+def _ours(
+    peft: Path, objective: ObjectiveConfig, batches: list[dict[str, np.ndarray]]
+) -> tuple[list[float], dict[str, bool]]:
     """Losses of training on the batches, and which arrays changed, by name."""
     found = open_pretrained(peft)
     assert found.adapters is not None

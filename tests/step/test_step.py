@@ -138,8 +138,8 @@ def test_evaluation_sums_what_training_averages():
     targets = np.asarray(batch["targets"])
     assert int(num_bytes) == targets[targets >= 0].sum()
     _, metrics = train_step(resolved(config), state, batch)
-    np.testing.assert_allclose(totals.cross_entropy / totals.count, metrics["loss"], rtol=1e-6)
-    assert int(totals.count) == int(metrics["tokens"])
+    np.testing.assert_allclose(totals.cross_entropy / totals.num_counted, metrics["loss"], rtol=1e-6)
+    assert int(totals.num_counted) == int(metrics["tokens"])
 
 
 def test_ten_steps_learn_one_batch():

@@ -1,5 +1,7 @@
 """Turns a configuration into rows: tokenizer, shards, packing, held-out split and order, each made once and cached."""
 
+import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +11,15 @@ import grain
 import numpy as np
 
 from llamajax.config.data import SourceConfig
+from llamajax.config.objective import ObjectiveKind
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.chat.chat_template import TEMPLATE_FILE
 from llamajax.data.rows.order import Proportions
 from llamajax.data.rows.packing import Row
 from llamajax.data.rows.position import PassedOver
-from llamajax.data.rows.rows import PackedSource, RowPlace, cache_error
+from llamajax.data.rows.preferences import with_fields
+from llamajax.data.rows.rows import PackedSource, RowPlace, RowPlaces, cache_error
 from llamajax.data.rows.stages import Passes, StageRows, stage_orders, takes_part
 from llamajax.data.tasks import MapTasks
 from llamajax.data.tokenizers.tokenizer_base import Tokenizer
@@ -60,6 +64,12 @@ class Dataset:
     chat_template.jinja."""
     template_sha256: str | None
     """Hash of the chat template; None without conversations."""
+    train_places: tuple[RowPlaces, ...]
+    """Training rows of each source, of the first stage's length, in order."""
+    objective: ObjectiveKind
+    """What the rows are read for."""
+    reference: Callable[[int], Row] | None
+    """Returns the reference's fields of a row by its number; None: there are none."""
     preferences: tuple[Literal["pairs", "labels"] | None, ...]
     """For each source, whether its preferences are pairs or have labels; None if it has no preferences."""
 
@@ -67,6 +77,10 @@ class Dataset:
     def held_out_rows(self) -> Sequence[Row]:
         """Rows of documents that are never trained on, in a fixed order; may be empty."""
         return self.rows.held_out_rows
+
+    def held_out_row(self, number: int) -> Row:
+        """Returns one of `held_out_rows` with all fields that the objective reads."""
+        return self._completed(self.held_out_rows[number], self.num_train_rows + number)
 
     def of_stage(self, number: int) -> "Dataset":
         """Returns the dataset as seen in a stage, counted from 0: training and held-out rows of its length."""
@@ -90,7 +104,29 @@ class Dataset:
 
     def train_row(self, position: int) -> Row:
         """Returns the row at a position of the run: row r of step s is at `rows_after(s) + r`."""
-        return self._place(position).row()
+        return self._completed(self._place(position).row(), self.number_of(position))
+
+    @property
+    def num_train_rows(self) -> int:
+        """Number of training rows of all sources."""
+        return sum(map(len, self.train_places))
+
+    def number_of(self, position: int) -> int:
+        """Returns the number of the row at a position of the run, see `numbered_row`."""
+        place = self._place(position)
+        return sum(map(len, self.train_places[: self.keys.index(place.packed.source.key)])) + place.number
+
+    def numbered_row(self, number: int) -> Row:
+        """Returns a row by its number: training rows come first, source after source, then the held-out rows."""
+        ends = list(itertools.accumulate(map(len, self.train_places)))
+        if number >= ends[-1]:
+            return self.held_out_row(number - ends[-1])
+        source = bisect.bisect_right(ends, number)
+        return self._completed(self.train_places[source][number - [0, *ends][source]].row(), number)
+
+    def _completed(self, row: Row, number: int) -> Row:
+        row = with_fields(row, self.objective)
+        return row if self.reference is None else row | self.reference(number)
 
     def has_preferences(self, position: int) -> bool:
         """Returns whether the row at a position of the run has preferences; see `packing.Row`."""
@@ -184,6 +220,9 @@ def _prepare(
         held_out_of_sources=tuple(own.held_out_rows for own in packed[data.seq_len]),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
         template_sha256=None if template is None else template.sha256,
+        train_places=tuple(own.train_places for own in packed[data.seq_len]),
+        objective=config.objective.kind,
+        reference=None,
         preferences=tuple([_preferences(tokens) for tokens in found.sources]),
     )
 

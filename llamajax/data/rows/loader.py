@@ -3,18 +3,22 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.packing import Row, fill_row
 from llamajax.data.rows.position import PassedOver, next_row
-from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids
+from llamajax.data.rows.preferences import with_fields
+from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids, fields
+
+_INTEGERS: Mapping[str, DTypeLike] = dict.fromkeys(FIELDS, np.int32)
 
 
 class Loader:
@@ -75,7 +79,7 @@ class Loader:
         def row(a: int, i: int) -> Row:
             return dataset.train_row(first + a * rows + i)
 
-        return make_batch(row, shape, self._sharding, self._vocab_size)
+        return make_batch(row, shape, self._sharding, self._vocab_size, fields(self._config))
 
 
 def held_out_batches(dataset: Dataset, config: Config, num_rows: int) -> Iterator[Batch]:
@@ -88,20 +92,32 @@ def held_out_batches(dataset: Dataset, config: Config, num_rows: int) -> Iterato
     size, sharding = config.train.micro_batch_size, batch_sharding()
     num_rows = min(len(rows), num_rows)
     has_stages = sharding.mesh.shape["pipeline"] > 1
+    empty = with_fields(fill_row([], seq_len), config.objective.kind)
     together = min(config.train.grad_accum_steps, math.ceil(num_rows / size)) if has_stages else 1
     for first in range(0, num_rows, together * size):
 
         def row(a: int, i: int, first: int = first) -> Row:
             number = first + a * size + i
-            return rows[number] if number < num_rows else fill_row([], seq_len)
+            return dataset.held_out_row(number) if number < num_rows else empty
 
-        yield make_batch(row, (together, size, seq_len), sharding, config.model.vocab_size)
+        yield make_batch(row, (together, size, seq_len), sharding, config.model.vocab_size, fields(config))
 
 
 def make_batch(
-    row: Callable[[int, int], Row], shape: tuple[int, int, int], sharding: jax.NamedSharding, vocab_size: int
+    row: Callable[[int, int], Row],
+    shape: tuple[int, int, int],
+    sharding: jax.NamedSharding,
+    vocab_size: int,
+    names: Mapping[str, DTypeLike] = _INTEGERS,
 ) -> Batch:
     """Returns the batch with `row(a, i)` as row i of micro-batch a; reads only the rows on this process's devices.
+
+    Args:
+        row: returns the fields of a row; one that it lacks is 0.
+        shape: micro-batches, rows, and tokens per row.
+        sharding: sharding of the arrays.
+        vocab_size: size of the model's table.
+        names: fields of the batch and their types.
 
     Raises:
         DataError: a row has ids outside the model's vocabulary.
@@ -111,11 +127,12 @@ def make_batch(
         assert index is not None
         wanted.update(range(*index[1].indices(shape[1])))
     # Arrays of the whole batch. Only the wanted rows are ever touched, so only these take memory.
-    local = {name: np.empty(shape, np.int32) for name in FIELDS}
+    local = {name: np.zeros(shape, dtype) for name, dtype in names.items()}
     for a in range(shape[0]):
         for i in sorted(wanted):
             for name, values in row(a, i).items():
                 local[name][a, i] = values
-            for name in ("tokens", "targets"):
-                check_ids(local[name][a, i], vocab_size, "data.cache_dir", "its files are damaged; remove it")
+            for name in names:
+                if name.endswith(("tokens", "targets")):
+                    check_ids(local[name][a, i], vocab_size, "data.cache_dir", "its files are damaged; remove it")
     return {name: jax.make_array_from_callback(shape, sharding, values.__getitem__) for name, values in local.items()}

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32
 
+from llamajax.config.objective import ObjectiveKind
 from llamajax.data.rows.packing import Row, fill_row
 from llamajax.data.tokens.stores import Piece
-from llamajax.step.batch import IGNORE
+from llamajax.step.batch import IGNORE, OTHER
 
 
 def fill_preferences(pieces: Sequence[Piece], seq_len: int) -> Row:
@@ -33,6 +34,17 @@ def fill_preferences(pieces: Sequence[Piece], seq_len: int) -> Row:
         is_target = follows[:-1] & learnt
         row["targets"][places][:-1] = np.where(is_target, tokens[1:].astype(np.int32), IGNORE)
     return row
+
+
+def with_fields(row: Row, objective: ObjectiveKind) -> Row:
+    """Returns a row with the fields that the objective reads beside `FIELDS`, see `llamajax.step.batch.fields`."""
+    match objective:
+        case "orpo":
+            return row | {"whole_targets": whole_targets(row)}
+        case "kto":
+            return row | {OTHER + name: values for name, values in mismatched(row).items()}
+        case _:
+            return row
 
 
 def mismatched(row: Row) -> Row:
