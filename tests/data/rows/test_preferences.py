@@ -172,8 +172,8 @@ def test_every_pair_is_in_one_row_once(tmp_path, tokenizer, encoded):
     assert [segment for number, segment, *_ in of_rows if number == 0] == list(range(1, rows[0]["segment_ids"].max() + 1))
     assert len(found) == 60
     for record in written:
-        for side, sequence in zip(("chosen", "rejected"), found[record["prompt"]], strict=True):
-            must_be(*sequence, encoded(record["prompt"], record[side]))
+        for side, (tokens, targets) in zip(("chosen", "rejected"), found[record["prompt"]], strict=True):
+            must_be(tokens, targets, encoded(record["prompt"], record[side]))
     (line,) = dataset.summary
     assert line.startswith("data       data.sources[0] preference: 60 pairs, 0.0 MB, ")
     assert " per pair; " in line
