@@ -134,7 +134,7 @@ def _labelled(record: Mapping[str, object], names: Names) -> tuple[list[Turn], l
     own = names.record.get("label")
     key = own or next((name for name in OF_PREFERENCES if record.get(name) is not None), OF_PREFERENCES[0])
     if (label := optional(record, key)) is None:
-        has = ", ".join(map(repr, record))
+        has = ", ".join(repr(name) for name, value in record.items() if value is not None)
         raise ValueError(
             f"has neither {names.of('chosen')!r} and {names.of('rejected')!r} nor {key!r}, only {show(has)}; {_CORRECT}"
         )
