@@ -124,7 +124,10 @@ REFUSED = {
     "nothing in common": ({"chosen": [Q, A], "rejected": [user("r"), B]}, "the prompt is empty: nothing is asked"),
     "one side": ({"prompt": "q", "chosen": "a"}, "has no 'rejected', only 'prompt', 'chosen'; correct the line, or"),
     "one side is null": (PAIR | {"rejected": None}, "rejected must be a text, a message or messages, not null; correct"),
-    "no side": ({"prompt": "q", "answer": "a", "label": None}, "has neither 'chosen' and 'rejected' nor 'label', only 'prompt', 'answer'"),
+    "no side": (
+        {"prompt": "q", "answer": "a", "label": None},
+        "has neither 'chosen' and 'rejected' nor 'label', only 'prompt', 'answer'; correct the line, or set fields",
+    ),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "has no 'prompt', 'messages' or 'instruction' before the answer"),
     "a last question": (
         {"chosen": [Q, A], "rejected": [Q, B, Q]},
