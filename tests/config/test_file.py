@@ -86,9 +86,6 @@ def everything(monkeypatch) -> Config:
                     kind="chat", paths=("y",), chat_format="prompt_completion", fields=FieldNames(prompt="1", completion="2")
                 ),
                 SourceConfig(
-                    kind="preference", paths=("y",), fields=FieldNames(chosen="1", rejected="2", label="3")
-                ),
-                SourceConfig(
                     kind="tokenized", paths=("y",), fields=FieldNames(input_ids="1", labels="2", attention_mask="3")
                 ),
             ),
@@ -403,8 +400,12 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one(everything
         }
         items = several[key.split(".")[1]] if ".0." in key else ()
         values = [operator.attrgetter(key.partition(".0.")[2])(item) for item in items] or [value]
-        # A complete configuration has other settings instead of these; adapters and objectives do not go with some of them.
-        if key not in ("model.preset", "train.num_epochs") and not key.startswith(("adapters.", "objective.")):
+        # A complete configuration has other settings instead of these; adapters and preferences do not go with some of them.
+        if (
+            key not in ("model.preset", "train.num_epochs")
+            and not key.startswith(("adapters.", "objective."))
+            and (not key.endswith((".chosen", ".rejected", ".label")))
+        ):
             assert any(value != field.default for value in values), f"{key} is as by default"
     text = dump_config(everything)
     Path("my.yaml").write_text(text)
@@ -425,7 +426,8 @@ def test_adapters_are_dumped_and_loaded():
 
 
 def test_objectives_are_dumped_and_loaded():
-    sources = (SourceConfig(kind="preference", paths=("x",)),)
+    fields = FieldNames(chosen="1", rejected="2", label="3")
+    sources = (SourceConfig(kind="preference", paths=("x",), fields=fields),)
     dpo = {"kind": "dpo", "beta": 0.2, "label_smoothing": 0.1, "length_normalized": True, "nll_weight": 0.5}
     kto = {"kind": "kto", "desirable_weight": 2.0, "undesirable_weight": 0.5, "reference": "cached"}
     Path("base.yaml").write_text(MINIMAL)
