@@ -113,9 +113,10 @@ def _inputs(batch: Row) -> tuple[np.ndarray, ...]:
     return batch["tokens"], batch["segment_ids"], batch["positions"]
 
 
-def test_a_reference_of_its_own_model_changes_nothing():
-    """Before the first step, adapters add nothing: the policy is the reference."""
-    first = reference("base")[0]
+def test_the_reference_is_the_model_without_its_adapters():
+    """Before the first step they add nothing, so the model is the reference; later it is not."""
+    first, *_, last = reference("base")
+    assert abs(last["metrics.reward_chosen"]) > 1e-4
     assert first["metrics.reward_margin"] == pytest.approx(0, abs=1e-5)
     assert first["metrics.loss"] - 0.1 * first["metrics.nll"] == pytest.approx(np.log(2), abs=1e-5)
 
