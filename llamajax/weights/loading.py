@@ -78,9 +78,10 @@ def load_adapters(pretrained: Pretrained, like: Llama) -> Llama:
 
 
 def _with_adapters(pretrained: Pretrained, base: Llama) -> Llama:
-    """Returns the base, frozen, with the adapters that belong to it."""
-    key = jax.random.key(0)  # of values that are not drawn
-    adapted = jax.eval_shape(lambda base: as_frozen(base).with_adapters(pretrained.adapters, "float32", key), base)
+    """Returns the base, frozen, with the adapters that belong to it; nothing is dropped outside of training."""
+    assert pretrained.adapters is not None
+    key, adapters = jax.random.key(0), dataclasses.replace(pretrained.adapters, dropout=0.0)  # no value is drawn
+    adapted = jax.eval_shape(lambda base: as_frozen(base).with_adapters(adapters, "float32", key), base)
     arrays = named_arrays(base) | named_arrays(load_adapters(pretrained, trained_only(adapted)))
     return jax.tree.unflatten(jax.tree.structure(adapted), [arrays[name] for name in named_arrays(adapted)])
 
