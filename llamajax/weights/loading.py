@@ -57,6 +57,21 @@ def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | No
     return _checked(pretrained, jax.tree.unflatten(tree, leaves))
 
 
+def load_beside(pretrained: Pretrained, config: ModelConfig, base: Llama) -> Llama:
+    """Returns the model of adapters on a base that is loaded, of which it has the very arrays.
+
+    Args:
+        pretrained: the location of the adapters.
+        config: configuration of the model; its arrays have the shapes and types of the base's.
+        base: the weights that the adapters add to.
+
+    Raises:
+        CheckpointError: see `load_model`.
+    """
+    as_configured = jax.tree.structure(_abstract_model(config))
+    return _with_adapters(pretrained, jax.tree.unflatten(as_configured, jax.tree.leaves(base)))
+
+
 def load_adapters(pretrained: Pretrained, like: Llama) -> Llama:
     """Returns the adapters of a model on the current mesh, with None for other weights. Processes call this together.
 
