@@ -122,7 +122,8 @@ def check(config: ServeConfig, name: str, pretrained: Pretrained, model_config: 
         ConfigError: the settings or the mesh do not suit the model.
         DataError: its tokenizer or chat template cannot be read.
     """
-    say(f"model      {name}: {pretrained.about}")
+    if parent is None:
+        say(f"model      {name}: {pretrained.about}")
     if problems := model_config.undivided(jax.sharding.get_mesh().shape):
         raise ConfigError("\n".join(f"{name}: {problem}; serve it alone, or choose another mesh" for problem in problems))
     tokenizer = pretrained.tokenizer()
@@ -162,12 +163,14 @@ def attach(opened: Opened, base: Llama) -> Llama:
         CheckpointError: they are damaged.
         ConfigError: a run trained them beside other weights.
     """
-    assert opened.pretrained.adapters is not None
+    adapters = opened.pretrained.adapters
+    assert adapters is not None
     started = time.monotonic()
     check_base(opened.pretrained, base, opened.config.param_dtype)
     weights = load_beside(opened.pretrained, opened.config, base)
     size = format_bytes(sum(x.nbytes for x in jax.tree.leaves(trained_only(weights))))
-    say(f"adapter    {opened.name}: {size} in {time.monotonic() - started:.1f} s")
+    about = f"{opened.pretrained.source}: {adapters.about}; {size} beside {opened.parent}"
+    say(f"adapter    {opened.name}: {about}, loaded in {time.monotonic() - started:.1f} s")
     return weights
 
 

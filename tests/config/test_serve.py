@@ -22,7 +22,7 @@ def test_models_have_names():
         ({"model": ("a=hf://b",)}, "model: hf://b must be hf://ORG/NAME"),
         ({"model": ("runs/a", "b/a")}, "model: several models have the name a; "),
         ({"adapter": ("a=",)}, "adapter: must not be empty; "),
-        ({"adapter": ("a=hf://b",)}, "adapter: hf://b must be hf://ORG/NAME"),
+        ({"adapter": ("b=hf://b",)}, "adapter: hf://b must be hf://ORG/NAME"),
         ({"adapter": ("b/a",)}, "adapter: several models have the name a; write NAME=DIRECTORY"),
         ({"adapter": ("b=x", "x/b")}, "adapter: several models have the name b; write NAME=DIRECTORY"),
         ({"port": 65536}, "port: 65536 must be a port"),
