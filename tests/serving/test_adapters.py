@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import pytest
@@ -41,7 +42,13 @@ def places(tmp_path_factory):
 
 def written_alone(model, out):
     """What `generate` writes after the prompts."""
-    settings = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "max_seq_len": 64, "output": str(out)}
+    settings: dict[str, Any] = {
+        "max_tokens": 12,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "max_seq_len": 64,
+        "output": str(out),
+    }
     generation.run(GenerateConfig(model=str(model), prompt=tuple(PROMPTS), **settings))
     return [json.loads(line)["text"] for line in out.read_text().splitlines()]
 
@@ -50,7 +57,7 @@ def test_each_name_writes_what_it_writes_alone_and_has_the_arrays_of_the_base(pl
     said: list[str] = []
     monkeypatch.setattr(run, "say", said.append)
     adapters = tuple(f"{name}={places[name]}" for name in ("peft", "run"))
-    settings = {"slots": 8, "max_seq_len": 64, "tokens_per_step": 16}
+    settings: dict[str, Any] = {"slots": 8, "max_seq_len": 64, "tokens_per_step": 16}
     models = run.load_models(ServeConfig(model=(f"base={places['base']}",), adapter=adapters, **settings))
     assert any(
         line.startswith(f"adapter    peft: {places['peft']}: LoRA of rank 4, alpha 6, on q, v, down;") for line in said
