@@ -30,6 +30,9 @@ class ServeConfig(Section):
     """Weights, alone or as NAME=WEIGHTS: a run's directory (its newest checkpoint), one of its checkpoints, a Hugging Face
     directory, or hf://ORG/NAME[@REVISION] on the Hugging Face Hub, fetched once per machine. Requests choose among several
     by NAME, which is the directory's own unless given; the first one answers requests that name none."""
+    adapter: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
+    """Adapters that add to the first `model`, alone or as NAME=ADAPTERS: a run with `adapters`, one of its checkpoints, or a
+    PEFT directory. Requests choose them by NAME as they choose models. The weights of the model are in memory once."""
     host: str = "127.0.0.1"
     """Address to listen at. Others than those of this machine alone need a token in the environment variable
     LLAMAJAX_API_KEY, which every request must then have as `Authorization: Bearer TOKEN`."""
@@ -73,13 +76,15 @@ class ServeConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if not self.model:
             yield "model: required; name a run, a checkpoint or a Hugging Face directory"
-        names = [name for name, _ in map(_named, self.model)]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            yield f"model: several models have the name {name}; write NAME=DIRECTORY for them"
-        if not all(name and path for name, path in map(_named, self.model)):
-            yield "model: must not be empty; write DIRECTORY or NAME=DIRECTORY"
-        for path in (path for path in self.models.values() if not is_well_formed(path)):
-            yield f"model: {path} {FORM}"
+        names = set[str]()
+        for key, name, path in self._all_named:
+            if not (name and path):
+                yield f"{key}: must not be empty; write DIRECTORY or NAME=DIRECTORY"
+            elif name in names:
+                yield f"{key}: several models have the name {name}; write NAME=DIRECTORY for them"
+            elif not is_well_formed(path):
+                yield f"{key}: {path} {FORM}"
+            names.add(name)
         if self.mesh.pipeline != 1:
             yield "mesh.pipeline: only training has stages; leave it out, and split the model over mesh.fsdp or mesh.tensor"
 
@@ -87,6 +92,17 @@ class ServeConfig(Section):
     def models(self) -> dict[str, str]:
         """Directory of each model, by name."""
         return dict(map(_named, self.model))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Directory of each adapter of the first model, by name."""
+        return dict(map(_named, self.adapter))
+
+    @property
+    def _all_named(self) -> list[tuple[str, str, str]]:
+        """Key, name and directory of all models and adapters."""
+        texts = {"model": self.model, "adapter": self.adapter}
+        return [(key, *_named(text)) for key, some in texts.items() for text in some]
 
     @property
     def is_local(self) -> bool:
@@ -105,9 +121,10 @@ class ServeConfig(Section):
             )
         if self.chat_template is not None and disk.is_missing(find_file(self.chat_template), stat.S_ISREG):
             problems.append(f"chat_template: no file {self.chat_template}; correct the path")
-        for path in self.models.values():
+        kinds = {"model": "Hugging Face model", "adapter": "PEFT directory"}
+        for key, _, path in self._all_named:
             if not is_on_hub(path) and disk.is_missing(os.path.expanduser(path), stat.S_ISDIR):
-                problems.append(f"model: there is no directory {path}; give a run, a checkpoint or a Hugging Face model")
+                problems.append(f"{key}: there is no directory {path}; give a run, a checkpoint or a {kinds[key]}")
         return problems
 
 

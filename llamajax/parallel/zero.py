@@ -230,6 +230,11 @@ def trained_only(tree: Tree) -> Tree:
     return jax.tree.map(lambda param: None if param.frozen else param, tree, is_leaf=_is_weight)
 
 
+def frozen_only(tree: Tree) -> Tree:
+    """Returns the weights with None for trained ones."""
+    return jax.tree.map(lambda param: param if param.frozen else None, tree, is_leaf=_is_weight)
+
+
 def _gathered(copy: Factor, *, frozen: bool = False) -> nnx.Param:
     return nnx.Param(copy, compute=None, arrange=None, late=False, frozen=frozen)
 

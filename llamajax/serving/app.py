@@ -270,6 +270,7 @@ def _about(served: Served) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "llamajax",
+        "parent": served.parent,
         "max_model_len": served.engine.max_seq_len,
         "has_chat": served.template is not None,
     }

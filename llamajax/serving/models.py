@@ -22,6 +22,8 @@ class Served:
     """A model under its name."""
 
     name: str
+    parent: str | None = None
+    """Name of the model that it adds to with adapters; None: it is a whole model."""
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate | None

@@ -1,9 +1,11 @@
 """A server of models, from their weights to its end: read `run` from top to bottom."""
 
+import dataclasses
 import functools
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -13,11 +15,14 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import DistributedConfig, num_parts
 from llamajax.config.serve import LOOPBACK, TOKEN_VARIABLE, ServeConfig
 from llamajax.config.shipped import find_file
-from llamajax.data.chat.chat_template import load_chat_template
+from llamajax.data.chat.chat_template import ChatTemplate, load_chat_template
+from llamajax.data.tokenizers.tokenizer_base import Tokenizer
 from llamajax.errors import ConfigError
 from llamajax.generation.prompts import find_ends
 from llamajax.generation.run import choose_mesh, choose_types
+from llamajax.model import Llama
 from llamajax.parallel import compilation_cache, mesh, startup
+from llamajax.parallel.zero import trained_only
 from llamajax.processes.exit import end_process, exit_code
 from llamajax.serving.answers import Limits
 from llamajax.serving.app import Server
@@ -29,7 +34,8 @@ from llamajax.serving.worker import Worker
 from llamajax.units import format_bytes
 from llamajax.watch import console
 from llamajax.watch.console import say
-from llamajax.weights.loading import load_model
+from llamajax.weights.beside import check_base, open_beside
+from llamajax.weights.loading import load_beside, load_model
 from llamajax.weights.open_model import open_pretrained
 from llamajax.weights.pretrained import Pretrained
 
@@ -49,12 +55,7 @@ def run(config: ServeConfig) -> None:
     listener = bind(config.host, config.port)  # before all that takes long
     startup.connect(config.mesh, DistributedConfig())
     compilation_cache.start("auto", say)
-    found = {name: open_pretrained(path) for name, path in config.models.items()}
-    types = {name: choose_types(config, pretrained.config) for name, pretrained in found.items()}
-    first = next(iter(types.values()))
-    jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, first, jax.device_count())))
-    say(f"devices    {console.devices()}")
-    models = {name: load(config, name, found[name], types[name], len(found)) for name in found}
+    models = load_models(config)
     server = Server(
         models=models,
         worker=Worker([served.engine for served in models.values()]),
@@ -74,66 +75,168 @@ def run(config: ServeConfig) -> None:
     say("ended      at a signal")
 
 
-def load(config: ServeConfig, name: str, pretrained: Pretrained, model_config: ModelConfig, num_models: int) -> Served:
-    """Reads the weights of one of `num_models` models, creates its slots and compiles its programs.
+def load_models(config: ServeConfig) -> dict[str, Served]:
+    """Reads all models, makes their mesh the current one of the process, and prepares each for requests, by name.
+
+    Raises:
+        UserError: see `run`.
+    """
+    found = {name: open_pretrained(path) for name, path in config.models.items()}
+    types = {name: choose_types(config, pretrained.config) for name, pretrained in found.items()}
+    base = next(iter(found))
+    of_base = {key: getattr(types[base], key) for key in ("param_dtype", "compute_dtype")}
+    for name, path in config.adapters.items():
+        found[name] = open_beside(path, found[base], of_base["param_dtype"])
+        types[name] = dataclasses.replace(found[name].config, **of_base)
+    jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, types[base], jax.device_count())))
+    say(f"devices    {console.devices()}")
+    parents = dict.fromkeys(config.adapters, base)
+    opened = [check(config, name, found[name], types[name], parents.get(name)) for name in found]
+    weights = dict[str, Llama]()
+    for each in opened:  # the base is the first
+        weights[each.name] = load(each) if each.parent is None else attach(each, weights[each.parent])
+    room = room_for_slots(len(opened))
+    return {each.name: serve(config, each, weights[each.name], room) for each in opened}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model that can be served; its weights are not read yet."""
+
+    name: str
+    parent: str | None
+    """Name of the model that it adds to with adapters; None: it is a whole model."""
+    pretrained: Pretrained
+    config: ModelConfig
+    """The model, with the types of weights and computation."""
+    max_seq_len: int
+    """Number of tokens of a slot."""
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def check(config: ServeConfig, name: str, pretrained: Pretrained, model_config: ModelConfig, parent: str | None) -> Opened:
+    """Checks all of a model but its weights.
 
     Raises:
         ConfigError: the settings or the mesh do not suit the model.
         DataError: its tokenizer or chat template cannot be read.
-        CheckpointError: its weights are damaged.
     """
-    say(f"model      {name}: {pretrained.about}")
+    if parent is None:
+        say(f"model      {name}: {pretrained.about}")
     if problems := model_config.undivided(jax.sharding.get_mesh().shape):
         raise ConfigError("\n".join(f"{name}: {problem}; serve it alone, or choose another mesh" for problem in problems))
     tokenizer = pretrained.tokenizer()
     template_at = pretrained.files if config.chat_template is None else Path(find_file(config.chat_template))
-    template = load_chat_template(template_at, tokenizer)
     max_seq_len = config.max_seq_len or min(MAX_SEQ_LEN, model_config.max_seq_len)
     if max_seq_len > model_config.max_seq_len:
         rule = f"is more than the {model_config.max_seq_len} tokens that {name} is meant for"
         raise ConfigError(f"max_seq_len: {max_seq_len} {rule}; lower it")
+    return Opened(
+        name=name,
+        parent=parent,
+        pretrained=pretrained,
+        config=model_config,
+        max_seq_len=max_seq_len,
+        tokenizer=tokenizer,
+        template=load_chat_template(template_at, tokenizer),
+    )
+
+
+def load(opened: Opened) -> Llama:
+    """Reads the weights of a model onto the mesh.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
     started = time.monotonic()
-    weights = load_model(pretrained, model_config)
+    weights = load_model(opened.pretrained, opened.config)
     jax.block_until_ready(weights)
-    say(f"loaded     in {time.monotonic() - started:.1f} s")
+    say(f"loaded     {opened.name} in {time.monotonic() - started:.1f} s")
+    return weights
+
+
+def attach(opened: Opened, base: Llama) -> Llama:
+    """Reads adapters onto the mesh; the model that it returns has the very arrays of the base.
+
+    Raises:
+        CheckpointError: they are damaged.
+        ConfigError: a run trained them beside other weights.
+    """
+    adapters = opened.pretrained.adapters
+    assert adapters is not None
+    started = time.monotonic()
+    check_base(opened.pretrained, base, opened.config.param_dtype)
+    weights = load_beside(opened.pretrained, opened.config, base)
+    size = format_bytes(sum(x.nbytes for x in jax.tree.leaves(trained_only(weights))))
+    about = f"{opened.pretrained.source}: {adapters.about}; {size} beside {opened.parent}"
+    say(f"adapter    {opened.name}: {about}, loaded in {time.monotonic() - started:.1f} s")
+    return weights
+
+
+def serve(config: ServeConfig, opened: Opened, weights: Llama, room: float | None) -> Served:
+    """Creates the slots of a model and compiles its programs.
+
+    Args:
+        config: the settings.
+        opened: the model.
+        weights: its weights, on the current mesh.
+        room: bytes of each device for its slots; None: unknown.
+
+    Raises:
+        ConfigError: there is no room for a single slot.
+    """
     started = time.monotonic()
     engine = Engine(
         weights,
-        vocab_size=tokenizer.vocab_size,
-        num_slots=config.slots or choose_slots(model_config, max_seq_len, num_models),
-        max_seq_len=max_seq_len,
+        vocab_size=opened.tokenizer.vocab_size,
+        num_slots=config.slots or choose_slots(opened.config, opened.max_seq_len, room),
+        max_seq_len=opened.max_seq_len,
         tokens_per_step=config.tokens_per_step,
         shares=config.share_prefixes,
     )
     size = format_bytes(engine.cache_bytes)
-    say(f"slots      {len(engine.slots)} of {max_seq_len:,} tokens, {size}; compiling")
+    say(f"slots      {opened.name}: {len(engine.slots)} of {opened.max_seq_len:,} tokens, {size}; compiling")
     engine.compile()
-    say(f"compiled   in {time.monotonic() - started:.1f} s")
-    if template is None:
-        say(f"note       {name} has no chat template: /v1/chat/completions and the page need one; --chat_template names one")
+    say(f"compiled   {opened.name} in {time.monotonic() - started:.1f} s")
+    if opened.template is None:
+        rule = "has no chat template: /v1/chat/completions and the page need one"
+        say(f"note       {opened.name} {rule}; --chat_template names one")
     return Served(
-        name=name,
+        name=opened.name,
+        parent=opened.parent,
         engine=engine,
-        tokenizer=tokenizer,
-        template=template,
-        end_ids=find_ends(pretrained.ends(), tokenizer, template),
-        num_rows=model_config.vocab_size,
+        tokenizer=opened.tokenizer,
+        template=opened.template,
+        end_ids=find_ends(opened.pretrained.ends(), opened.tokenizer, opened.template),
+        num_rows=opened.config.vocab_size,
         parse_special=config.parse_special,
     )
 
 
-def choose_slots(model: ModelConfig, max_seq_len: int, num_models: int) -> int:
-    """Returns the number of slots for which the devices have room beside the weights that they hold.
+def room_for_slots(num_models: int) -> float | None:
+    """Returns the bytes of each device that the slots of each model may take beside all weights; None on CPUs."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return (stats["bytes_limit"] - stats["bytes_in_use"]) * CACHE_SHARE / num_models
+
+
+def choose_slots(model: ModelConfig, max_seq_len: int, room: float | None) -> int:
+    """Returns the number of slots for which the devices have room.
+
+    Args:
+        model: the model.
+        max_seq_len: number of tokens of a slot.
+        room: bytes of each device for them; None: unknown.
 
     Raises:
         ConfigError: there is no room for a single one.
     """
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
+    if room is None:
         return CPU_SLOTS
-    free = (stats["bytes_limit"] - stats["bytes_in_use"]) * CACHE_SHARE / num_models
     sizes = jax.sharding.get_mesh().shape
-    return slots_in(free, slot_bytes(model, max_seq_len, sizes), num_parts("batch", sizes), max_seq_len)
+    return slots_in(room, slot_bytes(model, max_seq_len, sizes), num_parts("batch", sizes), max_seq_len)
 
 
 def slot_bytes(model: ModelConfig, max_seq_len: int, sizes: Mapping[str, int]) -> int:

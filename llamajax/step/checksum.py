@@ -7,7 +7,8 @@ copies stay equal, bit for bit, unless memory, a link or a compute unit silently
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,17 +63,22 @@ def checksums(arrays: Sequence[jax.Array]) -> UInt32[Array, "devices arrays"]:
     return jax.shard_map(on_device, in_specs=(lie,), out_specs=P(), check_vma=False)(words)
 
 
-def fingerprint(tree: Any) -> str:
+def fingerprint(tree: Any, form: Callable[[Any], Any] = lambda tree: tree) -> str:
     """Returns a hash of names, types, shapes and bits of all arrays; the same on every mesh. All processes call this
-    together."""
-    arrays = named_arrays(tree)
-    sums = np.asarray(_sums(list(arrays.values())))
+    together.
+
+    Args:
+        tree: the arrays.
+        form: brings them into the form of which the hash is; its result never exists as a whole.
+    """
+    arrays = named_arrays(jax.eval_shape(form, tree))
+    sums = np.asarray(_sums(tree, form))
     about = [[name, x.dtype.name, list(x.shape), int(total)] for (name, x), total in zip(arrays.items(), sums, strict=True)]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
-@jax.jit
-def _sums(arrays: Sequence[jax.Array]) -> UInt32[Array, "arrays"]:
+@partial(jax.jit, static_argnames="form")
+def _sums(tree: Any, form: Callable[[Any], Any]) -> UInt32[Array, "arrays"]:
     """Returns a checksum of every whole array, see `_checksum`."""
 
     def of_whole(x: jax.Array) -> jax.Array:
@@ -83,7 +89,7 @@ def _sums(arrays: Sequence[jax.Array]) -> UInt32[Array, "arrays"]:
             place = place * jnp.uint32(size) + jnp.expand_dims(index, [other for other in range(x.ndim) if other != dim])
         return jnp.sum(mixed(_words(x), place), dtype=jnp.uint32)
 
-    return jnp.stack([of_whole(x) for x in arrays])
+    return jnp.stack([of_whole(x) for x in jax.tree.leaves(form(tree))])
 
 
 def differing(table: np.ndarray, held_by: Mapping[str, np.ndarray]) -> dict[str, list[int]]:

@@ -57,6 +57,21 @@ def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | No
     return _checked(pretrained, jax.tree.unflatten(tree, leaves))
 
 
+def load_beside(pretrained: Pretrained, config: ModelConfig, base: Llama) -> Llama:
+    """Returns the model of adapters on a base that is loaded, of which it has the very arrays.
+
+    Args:
+        pretrained: the location of the adapters.
+        config: configuration of the model; its arrays have the shapes and types of the base's.
+        base: the weights that the adapters add to.
+
+    Raises:
+        CheckpointError: see `load_model`.
+    """
+    as_configured = jax.tree.structure(_abstract_model(config))
+    return _with_adapters(pretrained, jax.tree.unflatten(as_configured, jax.tree.leaves(base)))
+
+
 def load_adapters(pretrained: Pretrained, like: Llama) -> Llama:
     """Returns the adapters of a model on the current mesh, with None for other weights. Processes call this together.
 
@@ -78,9 +93,10 @@ def load_adapters(pretrained: Pretrained, like: Llama) -> Llama:
 
 
 def _with_adapters(pretrained: Pretrained, base: Llama) -> Llama:
-    """Returns the base, frozen, with the adapters that belong to it."""
-    key = jax.random.key(0)  # of values that are not drawn
-    adapted = jax.eval_shape(lambda base: as_frozen(base).with_adapters(pretrained.adapters, "float32", key), base)
+    """Returns the base, frozen, with the adapters that belong to it; nothing is dropped outside of training."""
+    assert pretrained.adapters is not None
+    key, adapters = jax.random.key(0), dataclasses.replace(pretrained.adapters, dropout=0.0)  # no value is drawn
+    adapted = jax.eval_shape(lambda base: as_frozen(base).with_adapters(adapters, "float32", key), base)
     arrays = named_arrays(base) | named_arrays(load_adapters(pretrained, trained_only(adapted)))
     return jax.tree.unflatten(jax.tree.structure(adapted), [arrays[name] for name in named_arrays(adapted)])
 

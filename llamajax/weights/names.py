@@ -103,7 +103,8 @@ def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 @functools.cache
 def adapter_shapes(config: ModelConfig, adapters: AdaptersConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every array of the model's adapters, by its name in a checkpoint."""
-    return {f"model.{name}": leaf.shape for name, leaf in Llama.shapes(config, adapters).items() if is_adapter(name)}
+    saved = Llama.shapes(config, adapters).items()
+    return {f"model.{name}": leaf.shape for name, leaf in saved if not adapters.is_frozen(name)}
 
 
 def is_adapter(array: str) -> bool:

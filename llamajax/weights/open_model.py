@@ -28,7 +28,9 @@ _BUFFER = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers with frequencies that old Llamas store beside the weights; they follow from config.json."""
 
 
-def open_pretrained(named: str | os.PathLike[str], *, for_adapters: tuple[Path, ...] = ()) -> Pretrained:
+def open_pretrained(
+    named: str | os.PathLike[str], *, base: Pretrained | None = None, for_adapters: tuple[Path, ...] = ()
+) -> Pretrained:
     """Determines the kind of a model and checks everything but the weights; needs a current mesh. Processes call this
     together.
 
@@ -36,6 +38,7 @@ def open_pretrained(named: str | os.PathLike[str], *, for_adapters: tuple[Path, 
         named: a run directory, which selects its newest good checkpoint; RUN/checkpoints/STEP; a directory made by
             `python -m converters.hf import`; a Hugging Face directory; a PEFT directory; or hf://ORG/NAME[@REVISION], which
             is fetched. Adapters bring their base, which `adapter_config.json` or the run's `init_from` names.
+        base: model that adapters add to, in place of the one that they name.
         for_adapters: adapters that the model is the base of, the outermost first.
 
     Raises:
@@ -76,12 +79,15 @@ def open_pretrained(named: str | os.PathLike[str], *, for_adapters: tuple[Path, 
         if stored_dtype not in get_args(ExportDType) or not _is_hf(meta.get("hf"), step_dir / "meta.json", config):
             raise CheckpointError(f"{step_dir / 'meta.json'}: hf or stored_dtype is invalid; choose another step")
         adapters = adapters_of_run(step_dir, meta)
-        base = None if adapters is None else _base_of_run(step_dir, config, meta, for_adapters)
+        if adapters is not None:
+            base = base or _base_of_run(step_dir, meta, for_adapters)
+            base.check(config, meta["config"].get("init_changes", ()))
         return Pretrained(
-            step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None, adapters=adapters, base=base
+            step_dir, config, step_dir / "files", meta.get("hf"), stored_dtype, meta, None, adapters=adapters,
+            base=None if adapters is None else base,
         )  # fmt: skip
     if is_peft(path):
-        return open_peft(path, open_pretrained(base_of(path), for_adapters=for_adapters))
+        return open_peft(path, base or open_pretrained(base_of(path), for_adapters=for_adapters))
     if (path / CONFIG).is_file():
         return open_directory(path)
     raise ConfigError(
@@ -103,21 +109,19 @@ def local_directory(named: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name)).absolute()
 
 
-def _base_of_run(step_dir: Path, config: ModelConfig, meta: Mapping[str, Any], for_adapters: tuple[Path, ...]) -> Pretrained:
+def _base_of_run(step_dir: Path, meta: Mapping[str, Any], for_adapters: tuple[Path, ...]) -> Pretrained:
     """Returns the model that the adapters of a checkpoint belong to: the first one without adapters that `init_from` leads
     to.
 
     Raises:
         CheckpointError: the run has no `init_from`.
-        ConfigError: there is no model any more, or it does not fit.
+        ConfigError: there is no model any more.
     """
     named = meta["config"].get("init_from")
     if not isinstance(named, str):
         raise CheckpointError(f"{step_dir}: holds adapters, but its run names no init_from; choose another step")
     found = open_pretrained(named, for_adapters=for_adapters)
-    base = found if found.base is None else found.base
-    base.check(config, meta["config"].get("init_changes", ()))
-    return base
+    return found if found.base is None else found.base
 
 
 def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:

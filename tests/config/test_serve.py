@@ -21,6 +21,10 @@ def test_models_have_names():
         ({"model": ("a=",)}, "model: must not be empty; "),
         ({"model": ("a=hf://b",)}, "model: hf://b must be hf://ORG/NAME"),
         ({"model": ("runs/a", "b/a")}, "model: several models have the name a; "),
+        ({"adapter": ("a=",)}, "adapter: must not be empty; "),
+        ({"adapter": ("b=hf://b",)}, "adapter: hf://b must be hf://ORG/NAME"),
+        ({"adapter": ("b/a",)}, "adapter: several models have the name a; write NAME=DIRECTORY"),
+        ({"adapter": ("b=x", "x/b")}, "adapter: several models have the name b; write NAME=DIRECTORY"),
         ({"port": 65536}, "port: 65536 must be a port"),
         ({"slots": 0}, "slots: 0 must be positive or unset"),
         ({"max_seq_len": 1}, "max_seq_len: 1 must be above 1"),
@@ -48,7 +52,7 @@ def test_what_the_machine_lacks_is_named(tmp_path, monkeypatch, capsys):
     assert not ServeConfig(model=(str(tmp_path),), host="0.0.0.0").problems_here()
     with pytest.raises(SystemExit) as ended:
         parse_args(
-            ["--model", "nowhere", "--model", "b=there", "--chat_template", "none.jinja"],
+            ["--model", "nowhere", "--model", "b=there", "--adapter", "c=gone", "--chat_template", "none.jinja"],
             prog="python -m llamajax.serve", root=ServeConfig, check=ServeConfig.problems_here,
         )  # fmt: skip
     assert ended.value.code == 2
@@ -56,6 +60,7 @@ def test_what_the_machine_lacks_is_named(tmp_path, monkeypatch, capsys):
     assert [line.partition("; ")[0] for line in lines] == [
         "--model: there is no directory nowhere",
         "--model: there is no directory there",
+        "--adapter: there is no directory gone",
         "--chat_template: no file none.jinja",
     ]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -93,7 +93,12 @@ def server(model):
 
 def test_it_says_what_it_does_while_it_starts(server, model):
     said = "\n".join(server.lines)
-    for line in (r"devices +1 x cpu", rf"model +tiny: {model}", r"loaded +in \d", r"slots +4 of 4,096 tokens, [\d.]+ MiB"):
+    for line in (
+        r"devices +1 x cpu",
+        rf"model +tiny: {model}",
+        r"loaded +tiny in \d",
+        r"slots +tiny: 4 of 4,096 tokens, [\d.]+ MiB",
+    ):
         assert re.search(rf"^{line}", said, re.MULTILINE), said
     assert "without a token" in said
 
