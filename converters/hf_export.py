@@ -49,7 +49,7 @@ class Export:
         """Describes the model in one line."""
         merged = "" if self.found.adapters is None else ", adapters merged"
         return (
-            f"read       {self.found.about}; written for {self.found.architecture.class_name} as {self.dtype}{merged},"
+            f"read       {self.found.about}; written for {self.found.architecture.class_name(self.config.head)} as {self.dtype}{merged},"
             f" with {self.files.listed}"
         )
 
@@ -77,7 +77,7 @@ class Export:
             piece_bytes = max(PIECE_BYTES, writer.largest_nbytes // 4)
             if weights.tensors is None:
                 for array in names.our_shapes(self.config):
-                    copy_array(weights.source, array, put, piece_bytes)
+                    copy_array(weights.source, array, put, piece_bytes, self.config.head)
             else:
                 for name in shapes:
                     copy_tensor(name, weights.tensors[name], put)

@@ -50,6 +50,8 @@ def run(config: ServeConfig) -> None:
     startup.connect(config.mesh, DistributedConfig())
     compilation_cache.start("auto", say)
     found = {name: open_pretrained(path) for name, path in config.models.items()}
+    for pretrained in found.values():
+        pretrained.check_predicts()
     types = {name: choose_types(config, pretrained.config) for name, pretrained in found.items()}
     first = next(iter(types.values()))
     jax.set_mesh(mesh.make_mesh(choose_mesh(config.mesh, first, jax.device_count())))

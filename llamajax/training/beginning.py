@@ -21,7 +21,15 @@ from llamajax.parallel.zero import trained_only
 from llamajax.processes.peers import of_first
 from llamajax.step.checksum import fingerprint
 from llamajax.step.frozen import partition
-from llamajax.step.state import TrainState, abstract_model, init_state, with_adapters, with_base, with_copies
+from llamajax.step.state import (
+    TrainState,
+    abstract_model,
+    drawn_head,
+    init_state,
+    with_adapters,
+    with_base,
+    with_copies,
+)
 from llamajax.training.loop import Start
 from llamajax.training.resume import check_settings
 from llamajax.training.rollback import agreed, read_passed_over
@@ -90,7 +98,11 @@ def first_state(config: Config, found: Pretrained | None) -> TrainState:
 
 
 def _loaded(config: Config, found: Pretrained) -> Llama:
-    return load_model(found.base or found, config.stored_model, abstract_model(config))
+    """Returns the weights of a model; a head that it does not have is drawn as for random weights."""
+    model = load_model(found.base or found, config.stored_model, abstract_model(config))
+    if model.head is None and config.model.has_own_head:
+        model.head = drawn_head(config)
+    return model
 
 
 def with_commit(config: Config, run_dir: Path) -> Config:
