@@ -48,10 +48,8 @@ class Export:
     def about(self) -> str:
         """Describes the model in one line."""
         merged = "" if self.found.adapters is None else ", adapters merged"
-        return (
-            f"read       {self.found.about}; written for {self.found.architecture.class_name(self.config.head)} as {self.dtype}{merged},"
-            f" with {self.files.listed}"
-        )
+        class_name = self.found.architecture.class_name(self.config.head)
+        return f"read       {self.found.about}; written for {class_name} as {self.dtype}{merged}, with {self.files.listed}"
 
     def write(self, out: Path) -> int:
         """Fills the directory `out`. Returns the bytes of weights written.

@@ -111,7 +111,8 @@ def _read_architecture(body: dict[str, Any], path: Path) -> tuple[Architecture, 
     labels = body.get("id2label", {})
     num_labels = len(labels) if isinstance(labels, dict) and labels else body.get("num_labels", 2)
     if head == "score" and num_labels != 1:
-        raise ConfigError(f"{path}: id2label: has {show(str(num_labels))} labels; only models with a single score are supported")
+        rule = f"has {show(str(num_labels))} labels; only models with a single score are supported"
+        raise ConfigError(f"{path}: id2label: {rule}")
     for key, value in architecture.fixed.items():
         if body.get(key, value) != value:
             raise ConfigError(f"{path}: {key}: {show(str(body[key]))} is not supported; it must be {json.dumps(value)}")

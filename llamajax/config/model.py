@@ -121,8 +121,9 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
     head: Head = "vocabulary"
-    """What reads the last states. `vocabulary`: a row per token, for the logits of the next token. `score`: a single row, for
-    the score of a text; `objective.kind: reward` sets it in a file that leaves it out. `tie_embeddings` has no effect then."""
+    """What reads the last states. `vocabulary`: a row for each token, which gives the logits of the next one. `score`: a
+    single row, which gives a text its score; then `tie_embeddings` has no effect. A file with `objective.kind: reward` may
+    leave it out."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; residual outputs use `init_std / sqrt(2 * num_layers)`."""
     param_dtype: DType = "float32"

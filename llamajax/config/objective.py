@@ -108,7 +108,7 @@ def objective_problems(
     if kind == "reward" and sample.prompt is not None:
         yield "sample.prompt: a model with objective.kind=reward writes no text; remove it"
     if kind != "reward" and model.head == "score":
-        yield f"model.head: score predicts no tokens for objective.kind={kind}; set reward there, or start from other weights"
+        yield f"model.head: score predicts no tokens for objective.kind={kind}; set reward there, or name other weights"
     if not objective.is_preference:
         if "preference" in kinds:
             yield "objective.kind: next_token has no use for sources of kind=preference; set dpo or another, or kind: chat"

@@ -17,9 +17,7 @@ from llamajax.parallel.zero import PreparedWeights
 from llamajax.step.loss import states_and_head
 
 
-def last_scores(
-    weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array], config: Config
-) -> Float32[Array, "B T"]:
+def last_scores(weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array], config: Config) -> Float32[Array, "B T"]:
     """Returns the score of every sequence at its last token, and 0 elsewhere, in the rows' own order; sharded ("batch",
     None). Arguments as for `llamajax.step.preferences.preference_loss`."""
     forms: Any = {"parallel": config.parallel, "remat": config.model.remat, "offload": config.offload}
