@@ -79,6 +79,26 @@ class ObjectiveConfig(Section):
             return None
         return ("base" if adapters.enabled else "cached") if self.reference == "auto" else self.reference
 
+    def forward_passes(self, adapters: AdaptersConfig) -> int:
+        """Returns the number of passes without gradients that a step takes through every row: that of the reference, and for
+        `kto` those through the prompts with other answers."""
+        of_reference = int(self.reference_of(adapters) == "base")
+        return of_reference + (1 + of_reference if self.kind == "kto" else 0)
+
+    def described(self, adapters: AdaptersConfig) -> str:
+        """Returns the objective in a few words."""
+        parts = [f"{self.kind.upper() if self.kind != 'simpo' else 'SimPO'}, beta {self.beta:g}"]
+        parts += [f"margin {self.margin:g}"] if self.kind == "simpo" else []
+        parts += [f"label smoothing {self.label_smoothing:g}"] if self.label_smoothing else []
+        parts += ["per token"] if self.length_normalized else []
+        parts += [f"{self.own_nll_weight:g} x cross-entropy of chosen answers"] if self.own_nll_weight else []
+        reference = {
+            "base": "the reference is the model without its adapters",
+            "cached": "the reference is the model at the start, computed once",
+        }
+        where = self.reference_of(adapters)
+        return ", ".join(parts) + (f"; {reference[where]}" if where else "")
+
     def broken_rules(self) -> Iterator[str]:
         default = ObjectiveConfig.__dataclass_fields__
         for name, kinds in _READ_BY.items():

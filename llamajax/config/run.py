@@ -127,9 +127,8 @@ class Config(Settings):
         if self.init_changes and self.init_from is None:
             yield "init_changes: has no effect without init_from; name the weights there, or remove this"
         for name, seq_len in data.row_lengths.items():
-            if seq_len > model.max_seq_len:
-                remedy = "shorten the rows or raise it"
-                yield f"data.{name}: {seq_len} is above model.max_seq_len={model.max_seq_len}; {remedy}"
+            if seq_len > (most := model.max_seq_len):
+                yield f"data.{name}: {seq_len} is above model.max_seq_len={most}; shorten the rows or raise it"
         yield from length_problems(train, data, optimizer, self.profile)
         for key in self.checkpoint.allow_changes:
             if remedy := remedy_for(Config, key):

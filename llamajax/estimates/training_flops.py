@@ -10,10 +10,12 @@ def training_flops_per_token(
     config: Config, seq_len: int, *, full_attention: bool = False, keys: float | None = None
 ) -> int:
     """Returns `flops_per_token` of the run's model as it is trained: a frozen parameter of a matmul counts four, because it
-    has no gradient, and a parameter of an adapter six."""
+    has no gradient, and a parameter of an adapter six. Passes without gradients, such as that of a reference, count a third
+    of the model each."""
     model = config.model
     whole = flops_per_token(model, seq_len, full_attention=full_attention, keys=keys)
-    return whole - 6 * num_matmul_params(model) + matmul_flops_per_token(config, model)
+    further = config.objective.forward_passes(config.adapters) * (whole // 3)
+    return whole - 6 * num_matmul_params(model) + matmul_flops_per_token(config, model) + further
 
 
 def matmul_flops_per_token(config: Config, model: ModelConfig) -> int:

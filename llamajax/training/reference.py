@@ -6,7 +6,6 @@ The folder's name says what they depend on.
 """
 
 import dataclasses
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32
 
+from llamajax import disk
 from llamajax.config.run import Config
 from llamajax.data import cache
 from llamajax.data.progress import gets_on
@@ -23,7 +23,6 @@ from llamajax.data.rows.loader import make_batch
 from llamajax.data.rows.packing import Row, fill_row
 from llamajax.data.rows.position import PassedOver, next_row
 from llamajax.data.rows.preferences import with_fields
-from llamajax.disk import make_folder, write_atomically
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
 from llamajax.processes import peers
@@ -53,13 +52,12 @@ class Reference:
         values, checks = self.folder / "log_probs.f32", self.folder / "checks.u32"
         num_rows, width = dataset.num_train_rows + len(dataset.held_out_rows), len(self.names) * seq_len
         if peers.rank() == 0:
-            make_folder(self.folder)
+            disk.make_folder(self.folder)
             for path, size in ((values, num_rows * width * 4), (checks, num_rows * 4)):
                 with path.open("ab") as file:
                     file.truncate(size)
         peers.everyones("reference")
-        self._num_bytes, self._path_of_checks = 4 * width, checks
-        self._file = values.open("r+b" if peers.rank() == 0 else "rb", buffering=0)
+        self._width, self._values, self._path_of_checks = width, values, checks
         self._checks = np.fromfile(checks, np.uint32)
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
@@ -69,14 +67,16 @@ class Reference:
 
     def write(self, number: int, values: Float32[np.ndarray, "W"]) -> None:
         """Writes a row; `sync` makes it count."""
-        os.pwrite(self._file.fileno(), values.tobytes(), number * self._num_bytes)
-        self._checks[number] = _check(values.tobytes())
+        with self._values.open("r+b") as file:
+            file.seek(number * values.nbytes)
+            file.write(values.tobytes())
+        self._checks[number] = _check(values)
 
     def sync(self) -> None:
         """Makes all processes know the rows that process 0 has written; they call this together."""
         if peers.rank() == 0:
-            os.fsync(self._file.fileno())
-            write_atomically(self._path_of_checks, self._checks.tobytes())
+            disk.sync(self._values)
+            disk.write_atomically(self._path_of_checks, self._checks.tobytes())
         peers.everyones("reference")
         self._checks = np.fromfile(self._path_of_checks, np.uint32)
 
@@ -86,16 +86,16 @@ class Reference:
         Raises:
             CheckpointError: the files are damaged.
         """
-        content = os.pread(self._file.fileno(), self._num_bytes, number * self._num_bytes)
-        if self._checks[number] != _check(content):
+        values = np.fromfile(self._values, np.float32, self._width, offset=4 * number * self._width)
+        if self._checks[number] != _check(values):
             raise CheckpointError(
                 f"{self.folder}: row {number} is damaged; remove this folder, and the run makes it again from init_from"
             )
-        return dict(zip(self.names, np.split(np.frombuffer(content, np.float32), len(self.names)), strict=True))
+        return dict(zip(self.names, np.split(values, len(self.names)), strict=True))
 
 
-def _check(content: bytes) -> int:
-    return zlib.crc32(content) or 1
+def _check(values: np.ndarray) -> int:
+    return zlib.crc32(values.tobytes()) or 1
 
 
 def with_reference(

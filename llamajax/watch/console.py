@@ -188,6 +188,8 @@ def print_header(config: Config, model: Any) -> None:
     if config.adapters.enabled:
         own = sum(trained_weights(config, config.model).values())
         log(f"adapters   {config.adapters.described}: {format_count(own)} parameters to train ({own / num_params:.2%})")
+    if config.objective.is_preference:
+        log(f"objective  {config.objective.described(config.adapters)}")
     print_table(parameter_table(model))
 
 
@@ -282,6 +284,7 @@ class Progress:
         """Prints the record of an evaluation."""
         width = len(str(self._num_steps))
         text = f"step {record['step']:>{width}}/{self._num_steps}  held-out loss {record['eval/loss']:.4f}"
+        text += "".join(f"  {figure}" for figure in _rewards(record, "eval"))
         if "eval/bits_per_byte" in record:
             text += f"  {record['eval/bits_per_byte']:.4f} bits per byte"
         log(text)
@@ -296,6 +299,7 @@ class Progress:
         skipped = f"  {values['train/skipped_steps']} skipped" if values.get("train/skipped_steps") else ""
         return (
             f"step {self._step:>{width}}/{self._num_steps}  loss {values['train/loss']:7.4f}"
+            f"{''.join(f'  {figure}' for figure in _rewards(values, 'train'))}"
             f"  grad norm {values['train/grad_norm']:7.3f}  lr {values['train/learning_rate']:.2e}"
             f"  {speeds.tokens_per_sec:9,.0f} tok/s  {speeds.mfu}  {speeds.step_time_s:7.3f} s/step"
             f"  data wait {speeds.data_wait:5.1%}  ETA {self._eta()}{skipped}"
@@ -333,6 +337,7 @@ class Progress:
         latest = list(self._latest)  # a copy: another thread appends to it
         speeds, values = _Speeds(latest), latest[-1]
         figures = [
+            *_rewards(values, "train"),
             f"{speeds.tokens_per_sec:,.0f} tok/s",
             speeds.mfu,
             f"data wait {speeds.data_wait:.1%}",
@@ -346,6 +351,12 @@ class Progress:
                 break
             row.append(f"  {figure}", style="not bold")
         return Group(bar, row)
+
+
+def _rewards(values: Record, where: str) -> list[str]:
+    """Returns how well the model prefers the chosen answers, where it learns to."""
+    forms = {"reward_margin": "margin {:+.3f}", "reward_accuracy": "accuracy {:.1%}"}
+    return [form.format(values[key]) for name, form in forms.items() if (key := f"{where}/{name}") in values]
 
 
 class _Speeds:
@@ -389,6 +400,8 @@ def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
     held_out = "not evaluated" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"
     if summary.eval_bits_per_byte is not None:
         held_out += f", {summary.eval_bits_per_byte:.4f} bits per byte"
+    if summary.eval_reward_accuracy is not None:
+        held_out += f", {summary.eval_reward_accuracy:.1%} of the pairs the right way round"
     rows = {
         "steps": f"{summary.step:,} of {known(summary.num_steps, ',')}, {known(summary.tokens, ',')} tokens",
         **({"epochs": told_epochs(summary.epochs)} if summary.epochs else {}),

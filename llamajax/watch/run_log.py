@@ -319,10 +319,12 @@ class RunSummary:
     tokens: int | None
     """Number of positions trained on, over all sequences and steps."""
     train_loss: float | None
-    """Nats per token, mean of the last `FINAL_STEPS` steps."""
+    """Nats per token, or the objective's loss per pair of answers; mean of the last `FINAL_STEPS` steps."""
     eval_loss: float | None
-    """Nats per token on held-out documents, newest evaluation."""
+    """The same on held-out documents, newest evaluation."""
     eval_bits_per_byte: float | None
+    eval_reward_accuracy: float | None
+    """Share of the held-out pairs whose chosen answer has the higher reward, 0 to 1."""
     tokens_per_sec: float | None
     """Tokens per second over all devices; this and the next three are medians over the steps."""
     tokens_per_sec_per_device: float | None
@@ -378,6 +380,7 @@ def summarize(log: RunLog) -> RunSummary:
         train_loss=float(losses.mean()) if losses.size else None,
         eval_loss=known(itemgetter(-1), "eval/loss"),
         eval_bits_per_byte=known(itemgetter(-1), "eval/bits_per_byte"),
+        eval_reward_accuracy=known(itemgetter(-1), "eval/reward_accuracy"),
         tokens_per_sec=known(np.median, "perf/tokens_per_sec"),
         tokens_per_sec_per_device=known(np.median, "perf/tokens_per_sec_per_device"),
         mfu=known(np.median, "perf/mfu"),

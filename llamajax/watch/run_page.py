@@ -119,8 +119,21 @@ def _charts(log: RunLog) -> str:
         return f"{100 * value:.3g}%"
 
     number = "{:.4g}".format
+    per_pair = "train/reward_margin" in log.series
     plans = (
-        ("Loss (nats per token)", number, False, {"train": "train/loss", "held-out": "eval/loss"}),
+        (
+            "Loss (per pair of answers)" if per_pair else "Loss (nats per token)",
+            number,
+            False,
+            {"train": "train/loss", "held-out": "eval/loss"},
+        ),
+        ("Rewards", number, False, {side: f"train/reward_{side}" for side in ("chosen", "rejected", "margin")}),
+        (
+            "Pairs the right way round",
+            percent,
+            True,
+            {"train": "train/reward_accuracy", "held-out": "eval/reward_accuracy"},
+        ),
         ("Learning rate", number, True, {"learning rate": "train/learning_rate"}),
         ("Gradient norm, before clipping", number, True, {"gradient norm": "train/grad_norm"}),
         ("Tokens per second, all devices", format_count, True, {"tokens/s": "perf/tokens_per_sec"}),
@@ -140,8 +153,8 @@ def _charts(log: RunLog) -> str:
                 name=name,
                 steps=log.series[key][0],
                 values=log.series[key][1],
-                noisy=key not in ("eval/loss", "train/learning_rate"),
-                dots=key == "eval/loss",
+                noisy=not key.startswith("eval/") and key != "train/learning_rate",
+                dots=key.startswith("eval/"),
             )
             for name, key in keys.items()
             if key in log.series

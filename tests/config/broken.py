@@ -17,6 +17,7 @@ from llamajax.config.data import DataConfig, SourceConfig, StageConfig, Tokenize
 from llamajax.config.domains import DomainConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.objective import ObjectiveConfig
 from llamajax.config.offload import OffloadConfig, TiersConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
@@ -32,6 +33,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     MeshConfig: {},
     ParallelConfig: {},
     AdaptersConfig: {},
+    ObjectiveConfig: {},
     OffloadConfig: {},
     TiersConfig: {},
     DistributedConfig: {},
@@ -105,6 +107,12 @@ BROKEN = [
     (AdaptersConfig, {"rank": 0, "alpha": 0.0, "dropout": 1.0}, ["rank", "alpha", "dropout"]),
     (AdaptersConfig, {"targets": ()}, ["targets"]),
     (AdaptersConfig, {"targets": ("q", "v", "q")}, ["targets"]),
+    (ObjectiveConfig, {"kind": "dpo", "beta": 0.0, "label_smoothing": 0.5, "nll_weight": -1.0},
+     ["beta", "label_smoothing", "nll_weight"]),
+    (ObjectiveConfig, {"beta": 0.2, "margin": 1.0}, ["margin", "beta"]),
+    (ObjectiveConfig, {"kind": "orpo", "reference": "cached", "length_normalized": True},
+     ["length_normalized", "reference"]),
+    (ObjectiveConfig, {"kind": "kto", "undesirable_weight": -1.0, "nll_weight": 1.0}, ["undesirable_weight", "nll_weight"]),
     (OffloadConfig, {"activations": "auto", "fraction": 1.5}, ["fraction"]),
     (OffloadConfig, {"activations": ("input", "attention"), "fraction": 0.5}, ["fraction"]),
     (OffloadConfig, {"activations": ("input", "qkv", "input")}, ["activations"]),

@@ -207,7 +207,7 @@ def test_help_shows_one_section_or_one_setting(capsys):
         ("dta", "did you mean data?"),
         ("num_steps", "did you mean train.num_steps or profile.num_steps?"),
         ("data.source", "did you mean data.sources?"),
-        ("xyzzy", "sections are model, data, train, optimizer, adapters, mesh, parallel, offload, distributed,"),
+        ("xyzzy", "sections are model, data, train, optimizer, adapters, objective, mesh, parallel, offload,"),
     ],
 )
 def test_help_on_something_unknown_is_one_line(capsys, topic, remedy):
@@ -224,8 +224,8 @@ def test_help_on_something_unknown_is_one_line(capsys, topic, remedy):
         ("opt.name", "did you mean 'optimizer'?"),
         ("optimizer.steps", "did you mean 'optimizer.warmup_steps' or 'optimizer.decay_steps'?"),
         ("optimizer.num_steps", "did you mean 'train.num_steps' or 'profile.num_steps'?"),
-        ("sample.kind", "did you mean 'model.rope_scaling.kind' or 'adapters.kind'?"),
-        ("checkpoint.weight", "checkpoint has save_every, "),
+        ("sample.kind", "did you mean 'model.rope_scaling.kind' or 'adapters.kind' or 'objective.kind'?"),
+        ("checkpoint.roles", "checkpoint has save_every, "),
         ("data.path", "did you mean 'data.tokenizer.path'?"),
         ("data.sources.0.nmae", "did you mean 'optimizer.name'?"),
         ("data.sources.0.from_step", "data.sources.0 has kind, paths, "),

@@ -26,6 +26,7 @@ from llamajax.config.file import config_to_dict, dump_config, load_config
 from llamajax.config.keys import keys
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
+from llamajax.config.objective import ObjectiveConfig
 from llamajax.config.offload import OffloadConfig, TiersConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
@@ -83,9 +84,6 @@ def everything(monkeypatch) -> Config:
                 ),
                 SourceConfig(
                     kind="chat", paths=("y",), chat_format="prompt_completion", fields=FieldNames(prompt="1", completion="2")
-                ),
-                SourceConfig(
-                    kind="preference", paths=("y",), fields=FieldNames(chosen="1", rejected="2", label="3")
                 ),
                 SourceConfig(
                     kind="tokenized", paths=("y",), fields=FieldNames(input_ids="1", labels="2", attention_mask="3")
@@ -402,8 +400,12 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one(everything
         }
         items = several[key.split(".")[1]] if ".0." in key else ()
         values = [operator.attrgetter(key.partition(".0.")[2])(item) for item in items] or [value]
-        # A complete configuration has other settings instead of these, and adapters do not go with some of them.
-        if key not in ("model.preset", "train.num_epochs") and not key.startswith("adapters."):
+        # A complete configuration has other settings instead of these; adapters and preferences do not go with some of them.
+        if (
+            key not in ("model.preset", "train.num_epochs")
+            and not key.startswith(("adapters.", "objective."))
+            and (not key.endswith((".chosen", ".rejected", ".label")))
+        ):
             assert any(value != field.default for value in values), f"{key} is as by default"
     text = dump_config(everything)
     Path("my.yaml").write_text(text)
@@ -421,6 +423,19 @@ def test_adapters_are_dumped_and_loaded():
     )
     Path("my.yaml").write_text(dump_config(config))
     assert load_config("my.yaml") == config
+
+
+def test_objectives_are_dumped_and_loaded():
+    fields = FieldNames(chosen="1", rejected="2", label="3")
+    sources = (SourceConfig(kind="preference", paths=("x",), fields=fields),)
+    dpo = {"kind": "dpo", "beta": 0.2, "label_smoothing": 0.1, "length_normalized": True, "nll_weight": 0.5}
+    kto = {"kind": "kto", "desirable_weight": 2.0, "undesirable_weight": 0.5, "reference": "cached"}
+    Path("base.yaml").write_text(MINIMAL)
+    for objective in (ObjectiveConfig(**dpo), ObjectiveConfig(**kto), ObjectiveConfig(kind="simpo", margin=1.0)):
+        changes = {"init_from": "model", "data.sources": sources, "objective": objective}
+        config = load_config("base.yaml").changed(changes)
+        Path("my.yaml").write_text(dump_config(config))
+        assert load_config("my.yaml") == config
 
 
 def test_whatever_the_file_holds_is_a_configuration_or_a_mistake(everything):

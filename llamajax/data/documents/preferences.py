@@ -40,8 +40,6 @@ class Preference(NamedTuple):
     """The prompt with the better answer, or with one that is desirable."""
     rejected: Conversation | None
     """The prompt with the worse answer, or with one that is not desirable."""
-    where: object = None
-    """`file:line`."""
 
     @property
     def sides(self) -> list[Conversation]:
@@ -96,7 +94,7 @@ def preference_of(record: Mapping[str, object], form: ChatForm, where: object = 
         return conversations.assembled(turns, record, names, "none-of-prompt", where)
 
     asked = [text_at(record, names.of("system"), ""), *(text_of(turn.message) for turn in prompt)]
-    return Preference("\n".join(filter(None, asked)), side(chosen), side(rejected), where)
+    return Preference("\n".join(filter(None, asked)), side(chosen), side(rejected))
 
 
 def fields_read(form: ChatForm) -> frozenset[str]:
@@ -110,7 +108,7 @@ def _pair(record: Mapping[str, object], names: Names) -> tuple[list[Turn], list[
     """Returns the turns of the prompt, of the chosen answer and of the rejected one."""
     chosen, rejected = (_said_at(record, field, names) for field in ("chosen", "rejected"))
     keys = names.of("chosen"), names.of("rejected")
-    are_whole = [sided[0].message["role"] not in (*ANSWERING, "tool") for sided in (chosen, rejected)]
+    are_whole = [_is_whole(record, turns, names) for turns in (chosen, rejected)]
     if are_whole[0] != are_whole[1]:
         whole, other = keys if are_whole[0] else keys[::-1]
         raise ValueError(f"{whole} is a whole conversation, but {other} is an answer alone; write both alike")
@@ -118,7 +116,10 @@ def _pair(record: Mapping[str, object], names: Names) -> tuple[list[Turn], list[
         pairs = zip(_what(chosen[:-1]), _what(rejected[:-1]), strict=False)  # at least the last turn is an answer
         num_common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
-        _check_prompt(record, prompt, names)
+        key = names.of("prompt")
+        if optional(record, key) is not None and not _begin_with_prompt(record, prompt, names):
+            remedy = f"correct the line, or remove {key}"
+            raise ValueError(f"{key} is not what {' and '.join(keys)}, whole conversations, begin with; {remedy}")
     else:
         prompt = _prompt(record, names)
     for key, answer in zip(keys, (chosen, rejected), strict=True):
@@ -133,7 +134,7 @@ def _labelled(record: Mapping[str, object], names: Names) -> tuple[list[Turn], l
     own = names.record.get("label")
     key = own or next((name for name in OF_PREFERENCES if record.get(name) is not None), OF_PREFERENCES[0])
     if (label := optional(record, key)) is None:
-        has = ", ".join(map(repr, record))
+        has = ", ".join(repr(name) for name, value in record.items() if value is not None)
         raise ValueError(
             f"has neither {names.of('chosen')!r} and {names.of('rejected')!r} nor {key!r}, only {show(has)}; {_CORRECT}"
         )
@@ -163,27 +164,26 @@ def _check_answer(answer: list[Turn], key: str) -> None:
         raise ValueError(f"{key} is marked not to be trained on, so nothing of it is learnt; remove the mark or the line")
 
 
-def _check_prompt(record: Mapping[str, object], prompt: list[Turn], names: Names) -> None:
-    """Refuses a record with a prompt of its own that its whole conversations do not have."""
+def _is_whole(record: Mapping[str, object], turns: list[Turn], names: Names) -> bool:
+    """Returns whether turns have the prompt in them, rather than follow it."""
+    if turns[0].message["role"] not in (*ANSWERING, "tool"):
+        return True
+    has_question = any(turn.message["role"] == "user" for turn in turns)
+    return has_question and (not _has_prompt(record, names) or _begin_with_prompt(record, turns, names))
+
+
+def _begin_with_prompt(record: Mapping[str, object], turns: list[Turn], names: Names) -> bool:
+    """Returns whether turns begin with the record's `prompt`; a text may be any of their questions."""
     key = names.of("prompt")
-    own = optional(record, key)
-    if own is None and "prompt" not in names.record:
-        return
-    if isinstance(own, str):
-        asked = [content_of(turn.message).strip() for turn in prompt if turn.message["role"] == "user"]
-        is_there = own.strip() in asked
-        if not is_there and _OPEN_DIALOG.fullmatch(own):
-            turns = _dialog(own, key)[:-1]
-            is_there = _are_beginning(turns, prompt)
-    else:
-        is_there = _are_beginning(list(messages_at(record, "prompt", names)), prompt)
-    if not is_there:
-        sides = f"{names.of('chosen')} and {names.of('rejected')}"
-        raise ValueError(f"{key} is not what {sides}, whole conversations, begin with; correct the line, or remove {key}")
+    if not isinstance(own := optional(record, key), str):
+        return own is not None and _are_beginning(_messages(record, key, names), turns)
+    if _OPEN_DIALOG.fullmatch(own) and _are_beginning(_dialog(own, key)[:-1], turns):
+        return True
+    return own.strip() in [content_of(turn.message).strip() for turn in turns if turn.message["role"] == "user"]
 
 
-def _are_beginning(turns: list[Turn], prompt: list[Turn]) -> bool:
-    return _what(turns) == _what(prompt[: len(turns)])
+def _are_beginning(some: list[Turn], turns: list[Turn]) -> bool:
+    return _what(some) == _what(turns[: len(some)])
 
 
 def _what(turns: list[Turn]) -> list[tuple[str, str]]:

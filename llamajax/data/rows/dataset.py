@@ -187,7 +187,7 @@ def _prepare(
             packed[seq_len].append(own)
             if seq_len == data.seq_len:
                 _check_bad(own, log)
-                _preferences(tokens)
+                _check_preferences(tokens, config.objective.kind)
                 _check_end(own, tokenizer, log)
             summary.append(_describe(own) if seq_len == data.seq_len else _describe_rows(own))
             log(summary[-1])
@@ -239,6 +239,15 @@ def _preferences(tokens: SourceTokens) -> Literal["pairs", "labels"] | None:
             " label; a source has one or the other: write them into two"
         )
     return "labels" if labelled else "pairs"
+
+
+def _check_preferences(tokens: SourceTokens, objective: ObjectiveKind) -> None:
+    """Raises `DataError` if the source's answers are not those that the objective compares."""
+    if _preferences(tokens) == "labels" and objective != "kto":
+        raise DataError(
+            f"{tokens.source.key}.paths: has single answers with a label, but objective.kind={objective} compares pairs; use"
+            " kto, or records with chosen and rejected"
+        )
 
 
 def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:

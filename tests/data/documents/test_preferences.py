@@ -67,6 +67,15 @@ def test_the_prompt_is_all_that_whole_conversations_have_in_common():
     assert found.prompt == "Hi"
 
 
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "q"}, {"prompt": [answer("Hi!"), user("q")]}])
+def test_a_whole_conversation_may_begin_with_the_assistant(prompt):
+    begin = [answer("Hi!"), user("q")]
+    found = read({**prompt, "chosen": [*begin, answer("a")], "rejected": [*begin, answer("b")]})
+    assert found.chosen is not None
+    assert found.chosen.is_learnt == [False, False, True]
+    assert found.prompt == "Hi!\nq"
+
+
 def test_turns_of_a_dialog_in_one_text():
     begin = "\n\nHuman: Hi\n\nAssistant: Hello.\nYes?\n\nHuman: 2 + 2?\n\nAssistant:"
     expected = [("user", "Hi", False), ("assistant", "Hello.\nYes?", False), ("user", "2 + 2?", False)]
@@ -115,7 +124,10 @@ REFUSED = {
     "nothing in common": ({"chosen": [Q, A], "rejected": [user("r"), B]}, "the prompt is empty: nothing is asked"),
     "one side": ({"prompt": "q", "chosen": "a"}, "has no 'rejected', only 'prompt', 'chosen'; correct the line, or"),
     "one side is null": (PAIR | {"rejected": None}, "rejected must be a text, a message or messages, not null; correct"),
-    "no side": ({"prompt": "q", "answer": "a"}, "has neither 'chosen' and 'rejected' nor 'label', only 'prompt', 'answer'"),
+    "no side": (
+        {"prompt": "q", "answer": "a", "label": None},
+        "has neither 'chosen' and 'rejected' nor 'label', only 'prompt', 'answer'; correct the line, or set fields",
+    ),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "has no 'prompt', 'messages' or 'instruction' before the answer"),
     "a last question": (
         {"chosen": [Q, A], "rejected": [Q, B, Q]},
@@ -163,7 +175,7 @@ def test_lines_arrays_and_tables_hold_the_same(tmp_path):
     records = [*PAIRS.values(), *LABELLED.values()]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "a.json").write_text(json.dumps(records))
-    expected = [document.preference._replace(where=None) for document in documents(tmp_path / "a.jsonl")]
+    expected = [document.preference for document in documents(tmp_path / "a.jsonl")]
     assert len(expected) == len(records)
 
     def without_places(preference):

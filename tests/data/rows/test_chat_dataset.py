@@ -1,6 +1,7 @@
 """From chat data to rows: learnt is what the assistant says, all of it once, next to texts, and from the cache."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import shutil
@@ -25,11 +26,16 @@ from tests.data.rows.test_dataset import config_for, documents_of, epoch, jsonl_
 PLAIN = str(Path(__file__).parents[3] / "configs" / "chat_templates" / "plain.jinja")
 
 
+@functools.cache
+def trained() -> bytes:
+    texts = [turn["content"] for messages in conversations(200) for turn in messages] + ["### User\n### Assistant\n"] * 50
+    return train_sentencepiece(texts, vocab_size=500)
+
+
 @pytest.fixture
 def tokenizer(tmp_path):
-    texts = [turn["content"] for messages in conversations(200) for turn in messages] + ["### User\n### Assistant\n"] * 50
     path = tmp_path / "letters.model"
-    path.write_bytes(train_sentencepiece(texts, vocab_size=500))
+    path.write_bytes(trained())
     return load_tokenizer(path)
 
 

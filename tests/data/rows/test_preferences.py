@@ -172,8 +172,8 @@ def test_every_pair_is_in_one_row_once(tmp_path, tokenizer, encoded):
     assert [segment for number, segment, *_ in of_rows if number == 0] == list(range(1, rows[0]["segment_ids"].max() + 1))
     assert len(found) == 60
     for record in written:
-        for side, sequence in zip(("chosen", "rejected"), found[record["prompt"]], strict=True):
-            must_be(*sequence, encoded(record["prompt"], record[side]))
+        for side, (tokens, targets) in zip(("chosen", "rejected"), found[record["prompt"]], strict=True):
+            must_be(tokens, targets, encoded(record["prompt"], record[side]))
     (line,) = dataset.summary
     assert line.startswith("data       data.sources[0] preference: 60 pairs, 0.0 MB, ")
     assert " per pair; " in line
@@ -236,7 +236,7 @@ def test_answers_to_one_prompt_are_on_one_side_of_the_split(tmp_path):
     source = source_of(tmp_path, pairs)
     other = source_of(tmp_path, labelled(pairs), "labels.jsonl")
     dataset = prepared(chat_config(tmp_path, source, other, held_out_fraction=0.3, eval_batches=1, seq_len=256))
-    train = epoch(dataset, 4 * sum(num_rows(dataset, index) for index in range(2)))
+    train = epoch(dataset, 2 * sum(num_rows(dataset, index) for index in range(2)))
     held_out = [dataset.held_out_rows[index] for index in range(len(dataset.held_out_rows))]
     prompts = [
         {dataset.tokenizer.decode(tokens).split("\n")[1] for _, _, tokens, _ in sequences(rows)}
