@@ -88,6 +88,8 @@ class ObjectiveConfig(Section):
     def described(self, adapters: AdaptersConfig) -> str:
         """Returns the objective in a few words."""
         parts = [f"{self.kind.upper() if self.kind != 'simpo' else 'SimPO'}, beta {self.beta:g}"]
+        if self.kind == "reward":
+            parts = ["reward model"] + ([f"center weight {self.center_weight:g}"] if self.center_weight else [])
         parts += [f"margin {self.margin:g}"] if self.kind == "simpo" else []
         parts += [f"label smoothing {self.label_smoothing:g}"] if self.label_smoothing else []
         parts += ["per token"] if self.length_normalized else []
