@@ -53,8 +53,8 @@ class Pretrained:
         """The model in one line."""
         if self.adapters is not None and self.base is not None:
             return f"{self.source}: {self.adapters.about} for {self.base.about}"
-        kind = "model" if self.config.head == "vocabulary" else "reward model"
-        kind = kind if self.tensors is None else f"Hugging Face {self.architecture.class_name(self.config.head)}"
+        reward = "reward " if self.config.head == "score" else ""
+        kind = f"{reward}model" if self.tensors is None else f"Hugging Face {self.architecture.name}"
         return f"{self.shown}: {kind} of {num_params(self.config):,} parameters in {self.config.param_dtype}"
 
     @property

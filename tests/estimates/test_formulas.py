@@ -46,12 +46,12 @@ SIZES = {"vocab_size": 97, "embed_dim": 10, "mlp_dim": 14, "num_layers": 3, "num
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_score_head_is_one_row(tied):
-    model = ModelConfig(**SIZES, head="score", tie_embeddings=tied)
+    model = dataclasses.replace(LLAMA_3_2_1B, head="score", tie_embeddings=tied)
     shapes = {name: leaf.shape for name, leaf in Llama.shapes(model).items()}
-    assert shapes["head"] == (1, 10)
+    assert shapes["head"] == (1, 2048)
     assert formulas.weights(model) == {name: math.prod(shape) for name, shape in shapes.items()}
     vocabulary = dataclasses.replace(model, head="vocabulary")
-    assert formulas.num_matmul_params(vocabulary) - formulas.num_matmul_params(model) == 96 * 10
+    assert formulas.num_matmul_params(vocabulary) - formulas.num_matmul_params(model) == 128255 * 2048
 
 
 @pytest.mark.parametrize("has", [*itertools.product((False, True), repeat=len(TRAITS))], ids=str)
