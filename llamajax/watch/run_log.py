@@ -323,8 +323,6 @@ class RunSummary:
     eval_loss: float | None
     """The same on held-out documents, newest evaluation."""
     eval_bits_per_byte: float | None
-    eval_reward_accuracy: float | None
-    """Share of the held-out pairs whose chosen answer has the higher reward, 0 to 1."""
     tokens_per_sec: float | None
     """Tokens per second over all devices; this and the next three are medians over the steps."""
     tokens_per_sec_per_device: float | None
@@ -343,6 +341,8 @@ class RunSummary:
     """`finished`, `stopped`, or the error; None while running, and after a kill."""
     epochs: tuple[float, ...] = ()
     """Passes through each source, in the order of `data.sources`; empty in logs of older versions."""
+    eval_reward_accuracy: float | None = None
+    """Share of the held-out pairs whose chosen answer has the higher reward, 0 to 1."""
 
     def figures(self) -> Record:
         """Returns all of it, by name, for programs."""

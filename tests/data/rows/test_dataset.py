@@ -35,13 +35,14 @@ def tokenizer(tmp_path):
     return letters_tokenizer(tmp_path)
 
 
-def config_for(tmp_path, *sources, seed=0, vocab_size=512, eval_batches=0, **fields):
+def config_for(tmp_path, *sources, seed=0, vocab_size=512, eval_batches=0, objective="next_token", **fields):
     fields = {
         "seq_len": 16, "held_out_fraction": 0.0, "cache_dir": str(tmp_path / "cache"),
         "tokenizer": TokenizerConfig(path=str(tmp_path / "letters.model")),
     } | fields  # fmt: skip
     data = DataConfig(sources=sources, **fields)
     changes = {"seed": seed, "model.vocab_size": vocab_size, "train.eval_batches": eval_batches}
+    changes |= {"objective.kind": objective, "init_from": "model" if objective == "kto" else None}
     return tiny_config(data=data).changed(changes)
 
 

@@ -37,6 +37,7 @@ class Rows:
         self.asked = []
         self.bad_position = bad_position
         self.held_out_rows = [self._row(position + 1000) for position in range(num_held_out)]
+        self.held_out_row = self.held_out_rows.__getitem__
 
     def _row(self, position):
         row = {name: np.full(self.seq_len, position, np.int32) for name in ("targets", "segment_ids", "positions")}

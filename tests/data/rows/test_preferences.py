@@ -1,5 +1,6 @@
 """Rows of preferences: both answers of a pair side by side, with segment ids that say which is which."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -160,7 +161,7 @@ def must_be(tokens, targets, expected):
 
 def test_every_pair_is_in_one_row_once(tmp_path, tokenizer, encoded):
     written = records(60)
-    dataset = prepared(chat_config(tmp_path, source_of(tmp_path, written), seq_len=256))
+    dataset = prepared(chat_config(tmp_path, source_of(tmp_path, written), seq_len=256, objective="kto"))
     rows = epoch(dataset, num_rows(dataset))
     found = {}
     of_rows = list(sequences(rows))
@@ -187,7 +188,7 @@ def test_every_pair_is_in_one_row_once(tmp_path, tokenizer, encoded):
 
 def test_answers_with_labels(tmp_path, tokenizer, encoded):
     written = labelled(records(40))
-    dataset = prepared(chat_config(tmp_path, source_of(tmp_path, written), seq_len=256))
+    dataset = prepared(chat_config(tmp_path, source_of(tmp_path, written), seq_len=256, objective="kto"))
     by_prompt = {record["prompt"]: record for record in written}
     last = 0
     for _, segment, tokens, targets in sequences(epoch(dataset, num_rows(dataset))):
@@ -206,7 +207,7 @@ def test_pairs_that_exceed_a_row_are_left_out(tmp_path, encoded):
     num_tokens = sum(len(encoded("q", said).ids) for said in "ab")
     empty, long = fits | {"rejected": " "}, fits | {"chosen": "aa bb"}
     source = source_of(tmp_path, [fits, long, long | {"prompt": "r"}, empty])
-    dataset = prepared(chat_config(tmp_path, source, seq_len=num_tokens))
+    dataset = prepared(chat_config(tmp_path, source, seq_len=num_tokens, objective="kto"))
     (line,) = dataset.summary
     assert " 3 pairs (1 with an empty answer skipped), " in line
     assert "; 1 rows, 100.00% full; " in line
@@ -216,7 +217,7 @@ def test_pairs_that_exceed_a_row_are_left_out(tmp_path, encoded):
         f"data.sources[0].paths: none of the pairs fits in the {num_tokens - 1} tokens of data.seq_len; raise it, or add"
         " shorter pairs"
     )
-    assert refused(DataError, chat_config(tmp_path, source, seq_len=num_tokens - 1)) == message
+    assert refused(DataError, chat_config(tmp_path, source, seq_len=num_tokens - 1, objective="kto")) == message
 
 
 @pytest.mark.usefixtures("tokenizer")
@@ -227,7 +228,7 @@ def test_a_source_of_both_kinds_is_refused(tmp_path):
         "data.sources[0].paths: has 2 pairs and 4 single answers with a label; a source has one or the other: write them"
         " into two"
     )
-    assert refused(DataError, chat_config(tmp_path, source)) == message
+    assert refused(DataError, chat_config(tmp_path, source, objective="kto")) == message
 
 
 @pytest.mark.usefixtures("tokenizer")
@@ -235,7 +236,9 @@ def test_answers_to_one_prompt_are_on_one_side_of_the_split(tmp_path):
     pairs = [record | {"prompt": f"prompt {number % 30}"} for number, record in enumerate(records(60))]
     source = source_of(tmp_path, pairs)
     other = source_of(tmp_path, labelled(pairs), "labels.jsonl")
-    dataset = prepared(chat_config(tmp_path, source, other, held_out_fraction=0.3, eval_batches=1, seq_len=256))
+    dataset = prepared(
+        chat_config(tmp_path, source, other, held_out_fraction=0.3, eval_batches=1, seq_len=256, objective="kto")
+    )
     train = epoch(dataset, 2 * sum(num_rows(dataset, index) for index in range(2)))
     held_out = [dataset.held_out_rows[index] for index in range(len(dataset.held_out_rows))]
     prompts = [
@@ -252,7 +255,7 @@ def test_shards_continue_where_they_stopped_and_are_rebuilt(tmp_path, monkeypatc
     monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
     monkeypatch.setattr(shards, "BATCH_BYTES", 300)
     monkeypatch.setattr(file_groups, "UNSETTLED_S", -60.0)
-    config = chat_config(tmp_path, source_of(tmp_path, labelled(records(40))), seq_len=256)
+    config = chat_config(tmp_path, source_of(tmp_path, labelled(records(40))), seq_len=256, objective="kto")
     dataset = prepared(config)
     rows = epoch(dataset, num_rows(dataset))
     made = sorted(shard_files(tmp_path))
@@ -275,8 +278,9 @@ def test_beside_other_sources(tmp_path, tokenizer):
     alone = prepared(chat_config(tmp_path, text, chat))
     files = shard_files(tmp_path)
     log = []
-    config = chat_config(tmp_path, text, chat, source_of(tmp_path, records(20)))
-    dataset = prepare(config, log=log.append)
+    config = chat_config(tmp_path, text, chat)
+    mixed = dataclasses.replace(config.data, sources=(*config.data.sources, source_of(tmp_path, records(20))))
+    dataset = prepare(dataclasses.replace(config, data=mixed), log=log.append)
     assert dataset.preferences == (None, None, "pairs")
     assert dataset.summary[:2] == alone.summary
     assert files.items() <= shard_files(tmp_path).items()
@@ -286,7 +290,7 @@ def test_beside_other_sources(tmp_path, tokenizer):
 def test_a_pair_is_shown_with_its_prompt_once(tmp_path, encoded):
     record = {"prompt": "Hi", "chosen": "Yo", "rejected": "No"}
     source = source_of(tmp_path, [record])
-    example = find_example(prepared(chat_config(tmp_path, source, seq_len=128)))
+    example = find_example(prepared(chat_config(tmp_path, source, seq_len=128, objective="kto")))
     assert example is not None
     ids = [encoded("Hi", said) for said in ("Yo", "No")]
     assert example == (
@@ -304,7 +308,7 @@ def test_a_pair_is_shown_with_its_prompt_once(tmp_path, encoded):
         "pair",
     )
     source = source_of(tmp_path, [{"prompt": "Hi", "completion": "No", "label": False}], "label.jsonl")
-    example = find_example(prepared(chat_config(tmp_path, source, seq_len=128)))
+    example = find_example(prepared(chat_config(tmp_path, source, seq_len=128, objective="kto")))
     assert example is not None
     assert example.what == "answer"
     assert [stretch.text for stretch in example.stretches][1:3] == ["\n[undesirable] ", "No</s>"]
