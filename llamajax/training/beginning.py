@@ -99,9 +99,10 @@ def first_state(config: Config, found: Pretrained | None) -> TrainState:
 
 def _loaded(config: Config, found: Pretrained) -> Llama:
     """Returns the weights of a model; a head that it does not have is drawn as for random weights."""
-    model = load_model(found.base or found, config.stored_model, abstract_model(config))
-    if model.head is None and config.model.has_own_head:
-        model.head = drawn_head(config)
+    abstract = abstract_model(config)
+    model = load_model(found.base or found, config.stored_model, abstract)
+    if model.head is None and abstract.head is not None:
+        model.head = jax.device_put(drawn_head(config), jax.tree.map(lambda like: like.sharding, abstract.head))
     return model
 
 

@@ -60,9 +60,8 @@ def first_state(config: Config) -> TrainState:
     return Beginning(found=None, passed_over=(), pretrained=pretrained, origin=Origin()).start_from(None, config, ()).state
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", ["hf", "run"])
-def test_a_reward_model_starts_from_a_language_model(kind, tied, tmp_path):
+@pytest.mark.parametrize(("kind", "tied", "offload"), [("hf", False, 0.0), ("run", True, 0.0), ("hf", True, 1.0)])
+def test_a_reward_model_starts_from_a_language_model(kind, tied, offload, tmp_path):
     write_model(tmp_path / "hf", tiny(num_layers=2, num_kv_heads=2, tie_embeddings=tied))
     if kind == "run":
         assert convert("import", tmp_path / "hf", tmp_path / "run", "--no-verify") == 0
@@ -74,7 +73,8 @@ def test_a_reward_model_starts_from_a_language_model(kind, tied, tmp_path):
         drawn = np.asarray(init_state(config).model.output_weight()[...])
         assert found.changed_by(config.model).startswith("; a new score head in place of its head")
     with jax.set_mesh(make_mesh(mesh)):
-        arrays = named_arrays(first_state(reward_run(tmp_path / kind, mesh)).model)
+        config = reward_run(tmp_path / kind, mesh).changed({"offload.optimizer": offload})
+        arrays = named_arrays(first_state(config).model)
     assert arrays.keys() == expected.keys() | {"head"}
     np.testing.assert_array_equal(np.asarray(arrays.pop("head")), drawn)
     assert 0.1 < drawn.std() < 0.3
