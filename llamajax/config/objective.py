@@ -52,7 +52,7 @@ class ObjectiveConfig(Section):
     undesirable_weight: NonNegativeFloat = 1.0
     """`kto`: weight of undesirable answers."""
     center_weight: NonNegativeFloat = 0.0
-    """`reward`: weight of the squared sum of a pair's scores, which keeps them near zero (arXiv:2312.09244); 0.01 is usual."""
+    """`reward`: weight of a pair's squared sum of scores, which keeps them near zero (arXiv:2312.09244); 0.01 is usual."""
     reference: Literal["auto", "base", "cached"] = "auto"
     """`dpo`, `ipo`, `kto`: where the reference's log-probabilities come from. `base`: every step computes them with the
     frozen weights below the adapters. `cached`: the weights that the run starts from compute them once, before the first
