@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from converters.blocks import THREADS, StoredArray, boxes, open_array
+from llamajax.config.model import Head
 from llamajax.errors import ConfigError
 from llamajax.weights import names
 from llamajax.weights.names import Box
@@ -21,9 +22,9 @@ Put = Callable[[str, np.ndarray, int], None]
 """Takes the name of a tensor, some of its rows, and the number of the first one; from any thread."""
 
 
-def copy_array(step_dir: Path, array: str, put: Put, piece_bytes: int) -> None:
-    """Puts the tensors that make up one of our arrays in a checkpoint."""
-    stored, tensors = open_array(step_dir, array), names.tensors_of(array)
+def copy_array(step_dir: Path, array: str, put: Put, piece_bytes: int, head: Head = "vocabulary") -> None:
+    """Puts the tensors that make up one of our arrays in a checkpoint of a model with this kind of head."""
+    stored, tensors = open_array(step_dir, array), names.tensors_of(array, head)
     small: list[tuple[Box, list[names.Tensor]]] = []
     for box in _boxes(array, stored):
         if stored.nbytes(box) <= piece_bytes:

@@ -48,10 +48,8 @@ class Export:
     def about(self) -> str:
         """Describes the model in one line."""
         merged = "" if self.found.adapters is None else ", adapters merged"
-        return (
-            f"read       {self.found.about}; written for {self.found.architecture.class_name} as {self.dtype}{merged},"
-            f" with {self.files.listed}"
-        )
+        class_name = self.found.architecture.class_name(self.config.head)
+        return f"read       {self.found.about}; written for {class_name} as {self.dtype}{merged}, with {self.files.listed}"
 
     def write(self, out: Path) -> int:
         """Fills the directory `out`. Returns the bytes of weights written.
@@ -77,7 +75,7 @@ class Export:
             piece_bytes = max(PIECE_BYTES, writer.largest_nbytes // 4)
             if weights.tensors is None:
                 for array in names.our_shapes(self.config):
-                    copy_array(weights.source, array, put, piece_bytes)
+                    copy_array(weights.source, array, put, piece_bytes, self.config.head)
             else:
                 for name in shapes:
                     copy_tensor(name, weights.tensors[name], put)

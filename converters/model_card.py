@@ -24,7 +24,8 @@ def model_card(found: Pretrained, architecture: Architecture, dtype: str, licens
         dtype: dtype of the written weights.
         license: licence identifier; None: that of the model it started from, or `other` if a licence file exists.
     """
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", *_license(found, license)]
+    task = "text-classification" if found.config.head == "score" else "text-generation"
+    lines = ["library_name: transformers", f"pipeline_tag: {task}", *_license(found, license)]
     if source := (found.hf or {}).get("source"):
         lines.append(f"base_model: {json.dumps(source)}")
     lines += ["tags:", f"- {architecture.model_type}", "- llamajax"]
@@ -62,8 +63,9 @@ def _license(found: Pretrained, license: str | None) -> list[str]:
 def _model(config: ModelConfig, architecture: Architecture, dtype: str) -> str:
     window = f", sliding window of {config.sliding_window:,}" if config.sliding_window else ""
     window += f" in {', '.join(config.layer_types)} layers in turn" if config.layer_types else ""
+    kind = f"{architecture.name} reward model" if config.head == "score" else architecture.name
     return (
-        f"A {architecture.name} with {num_params(config):,} parameters in {dtype}: {config.num_layers} layers, width"
+        f"A {kind} with {num_params(config):,} parameters in {dtype}: {config.num_layers} layers, width"
         f" {config.embed_dim}, {config.num_heads} query and {config.num_kv_heads} key/value heads, {config.vocab_size:,}"
         f" tokens, context of {config.max_seq_len:,}{window}."
     )
@@ -81,7 +83,8 @@ def _training(found: Pretrained) -> str:
         case {"data": {"position": int(rows)}, "config": {"data": {"seq_len": int(seq_len)}}}:  # written by older versions
             trained += f" on {rows * seq_len:,} tokens (padding included)"
     loss = _held_out_loss(found.source.parent.parent, step)
-    return f"{trained}; {start}." + ("" if loss is None else f" Loss on held-out documents: {loss:.4f} nats per token.")
+    unit = "per pair of answers" if found.config.head == "score" else "nats per token"
+    return f"{trained}; {start}." + ("" if loss is None else f" Loss on held-out documents: {loss:.4f} {unit}.")
 
 
 def _held_out_loss(run_dir: Path, step: int) -> float | None:

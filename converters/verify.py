@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32, Int32
 from llamajax.checkpoint.read import restore
 from llamajax.config.hf_config import CONFIG
 from llamajax.config.json_file import read_json
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import Head, ModelConfig
 from llamajax.errors import CheckpointError, ConfigError
 from llamajax.model import Llama
 from llamajax.model.rope import inverse_frequencies, score_factor
@@ -107,7 +107,7 @@ def _compare(hf_dir: Path, ours_of: Llama, dtype: str, peft_dir: Path | None = N
     tokens, positions = _prompts(ours_of.config)
     # The second ones are after moving every weight up or down by about its last fp32 bit.
     ours, nudged = (np.asarray(_logits(ours_of, tokens, positions, by, dtype=dtype)) for by in (0.0, 2.0**-23))
-    model, of_what = _hf_model(hf_dir, dtype)
+    model, of_what = _hf_model(hf_dir, dtype, ours_of.config.head)
     _compare_frequencies(hf_dir, ours_of.config, model)
     if peft_dir is not None:
         model, of_what = _peft_model(model, peft_dir), " with adapters of peft"
@@ -171,7 +171,7 @@ def _logits(
     return jax.tree.unflatten(structure, moved)(tokens, None, positions)
 
 
-def _hf_model(hf_dir: Path, dtype: str) -> tuple[Any, str]:
+def _hf_model(hf_dir: Path, dtype: str, head: Head) -> tuple[Any, str]:
     """Returns transformers' model in fp32, with weights rounded to `dtype`, and a note if transformers did not read them.
 
     llamajax reads float8 weights itself: transformers rounds them to bfloat16, or reads them only on GPUs.
@@ -180,17 +180,17 @@ def _hf_model(hf_dir: Path, dtype: str) -> tuple[Any, str]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    names: dict[Head, str] = {"vocabulary": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
+    auto_class = getattr(transformers, names[head])
     wide, options = getattr(torch, dtype), {"attn_implementation": "eager", "trust_remote_code": False}
     body = read_json(hf_dir / CONFIG)
     try:
         if (quantization := quantization_of(body, hf_dir / CONFIG)) is None:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                hf_dir, dtype=wide, use_safetensors=True, local_files_only=True, **options
-            )
+            model = auto_class.from_pretrained(hf_dir, dtype=wide, use_safetensors=True, local_files_only=True, **options)
             return model.float().eval(), ""
         plain = {key: value for key, value in body.items() if key != "quantization_config"}
         known = transformers.AutoConfig.for_model(**plain)
-        model = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32, **options)
+        model = auto_class.from_config(known, dtype=torch.float32, **options)
     except MemoryError:
         raise
     except Exception as error:  # transformers checks config.json by its own rules, which change with its version
@@ -222,6 +222,8 @@ def _hf_logits(
     import torch
 
     inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": np.ones_like(tokens)}
+    given = {name: torch.from_numpy(array).long() for name, array in inputs.items()}
     with torch.no_grad():
-        output = model(**{name: torch.from_numpy(array).long() for name, array in inputs.items()}, use_cache=False)
-    return output.logits.numpy()
+        if hasattr(model, "score"):  # called as a whole, it would give the score of the last token alone
+            return model.score(model.model(**given, use_cache=False).last_hidden_state).numpy()
+        return model(**given, use_cache=False).logits.numpy()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import Head, ModelConfig
 from llamajax.errors import ConfigError
 
 _FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
@@ -12,14 +12,12 @@ _FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of transformers' model classes."""
+    """One of transformers' families of model classes."""
 
     name: str
-    """Name as people write it."""
+    """Name as people write it, with which the names of its classes begin."""
     model_type: str
     """`model_type` in `config.json`."""
-    class_name: str
-    """Entry of `architectures` in `config.json`."""
     defaults: Mapping[str, Any]
     """Values that transformers gives to settings that are left out."""
     biases: tuple[str, ...] = ()
@@ -31,20 +29,23 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)
     """Settings that change what is computed, each with the one value that is supported."""
 
+    def class_name(self, head: Head) -> str:
+        """Returns the entry of `architectures` in `config.json` of a model with this head."""
+        return f"{self.name}{_PURPOSES[head]}"
 
+
+_PURPOSES: dict[Head, str] = {"vocabulary": "ForCausalLM", "score": "ForSequenceClassification"}
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
+    Architecture("Llama", "llama", {"max_position_embeddings": 2048} | _ENDS, ("attention_bias", "mlp_bias")),
     Architecture(
-        "Llama", "llama", "LlamaForCausalLM", {"max_position_embeddings": 2048} | _ENDS, ("attention_bias", "mlp_bias")
-    ),
-    Architecture(
-        "Mistral", "mistral", "MistralForCausalLM",
+        "Mistral", "mistral",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096} | _ENDS,
     ),
-    Architecture("Qwen2", "qwen2", "Qwen2ForCausalLM", _QWEN, qkv_bias=True),
-    Architecture("Qwen3", "qwen3", "Qwen3ForCausalLM", _QWEN | {"head_dim": 128}, ("attention_bias",), qk_norm=True),
+    Architecture("Qwen2", "qwen2", _QWEN, qkv_bias=True),
+    Architecture("Qwen3", "qwen3", _QWEN | {"head_dim": 128}, ("attention_bias",), qk_norm=True),
 )  # fmt: skip
 _PARTS = ("sliding_window", "layer_types", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
 

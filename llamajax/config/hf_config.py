@@ -4,15 +4,16 @@ import json
 from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from llamajax.config.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
 from llamajax.config.hf_rope import read_rope, rope_fields
 from llamajax.config.json_file import read_json
-from llamajax.config.model import DType, ModelConfig, shortest_round
+from llamajax.config.model import DType, Head, ModelConfig, shortest_round
 from llamajax.errors import ConfigError, show
 
 CONFIG = "config.json"
+_ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -41,7 +42,7 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
     Raises:
         ConfigError: the model is none of `ARCHITECTURES`, or a setting is missing, wrong, contradictory or not supported.
     """
-    architecture = _read_architecture(body, path)
+    architecture, head = _read_architecture(body, path)
     body = {**architecture.defaults, **body}
 
     def number(key: str, default: Any = None, kind: type = int) -> Any:
@@ -80,6 +81,7 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
             mlp_bias=mlp_bias,
             qk_norm=architecture.qk_norm,
             tie_embeddings=flag("tie_word_embeddings"),
+            head=head,
             init_std=number("initializer_range", 0.02, float),
             param_dtype=param_dtype,
             compute_dtype=param_dtype,
@@ -91,7 +93,8 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
     return config, {key: token_ids(body.get(key), key, path, config) for key in SPECIAL_TOKENS}
 
 
-def _read_architecture(body: dict[str, Any], path: Path) -> Architecture:
+def _read_architecture(body: dict[str, Any], path: Path) -> tuple[Architecture, Head]:
+    """Returns the architecture and the head of the model; a score head if it has one label."""
     by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES}
     model_type = body.get("model_type")
     if not isinstance(model_type, str) or model_type not in by_type:
@@ -100,12 +103,20 @@ def _read_architecture(body: dict[str, Any], path: Path) -> Architecture:
         )
     architecture = by_type[model_type]
     class_names = body.get("architectures")
-    if class_names is not None and class_names != [architecture.class_name]:
-        raise ConfigError(f'{path}: architectures: {show(str(class_names))} must be ["{architecture.class_name}"]')
+    known: dict[str, Head] = {architecture.class_name(head): head for head in get_args(Head)}
+    if class_names is not None and class_names not in [[name] for name in known]:
+        either = " or ".join(f'["{name}"]' for name in known)
+        raise ConfigError(f"{path}: architectures: {show(str(class_names))} must be {either}")
+    head: Head = "vocabulary" if class_names is None else known[class_names[0]]
+    labels = body.get("id2label", {})
+    num_labels = len(labels) if isinstance(labels, dict) and labels else body.get("num_labels", 2)
+    if head == "score" and num_labels != 1:
+        rule = f"has {show(str(num_labels))} labels; only models with a single score are supported"
+        raise ConfigError(f"{path}: id2label: {rule}")
     for key, value in architecture.fixed.items():
         if body.get(key, value) != value:
             raise ConfigError(f"{path}: {key}: {show(str(body[key]))} is not supported; it must be {json.dumps(value)}")
-    return architecture
+    return architecture, head
 
 
 def _read_windows(body: dict[str, Any], architecture: Architecture, path: Path) -> dict[str, Any]:
@@ -177,7 +188,7 @@ def hf_config_of(
     architecture = architecture or architecture_of(config)
     biases = {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
     return {
-        "architectures": [architecture.class_name],
+        "architectures": [architecture.class_name(config.head)],
         "model_type": architecture.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
@@ -194,6 +205,7 @@ def hf_config_of(
         "tie_word_embeddings": config.tie_embeddings,
         **{key: biases[key] for key in architecture.biases},
         **_window_fields(config, architecture),
+        **(_ONE_LABEL if config.head == "score" else {}),
         "attention_dropout": 0.0,
         **rope_fields(config),
         "torch_dtype": dtype,

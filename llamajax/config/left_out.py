@@ -34,8 +34,25 @@ def complete(root: Node, path: str | None, problems: Problems) -> tuple[Place, s
     is_file = suffix in (".yaml", ".yml") or stem in names()
     if is_file and isinstance(root.content, dict) and "run_dir" not in root.content:
         root.content["run_dir"] = Node(os.path.join("runs", stem), Place(0, show_path(path or "")), "quoted")
+    add_head(root)
     add_preset(root, problems)
     return inherit(root, problems)
+
+
+def add_head(root: Node) -> None:
+    """Sets the head that `objective.kind: reward` needs if `model` names none; changes `root` in place."""
+    settings = root.content
+    if not isinstance(settings, dict) or settings.keys().isdisjoint(("model", "init_from")):
+        return
+    objective = settings.get("objective")
+    kind = objective.content.get("kind") if objective is not None and isinstance(objective.content, dict) else None
+    if kind is None or kind.content != "reward":
+        return
+    model = settings.setdefault("model", Node({}, kind.place))
+    if model.is_null():  # its lines are commented out
+        model.content = {}
+    if isinstance(model.content, dict):
+        model.content.setdefault("head", Node("score", kind.place))
 
 
 def preset_file(name: str) -> Path:

@@ -14,6 +14,7 @@ DType = Literal["float32", "bfloat16"]
 MatmulDType = Literal["compute_dtype", "float8", "float8_unrounded"]
 AttentionKernel = Literal["auto", "pallas", "triton", "cudnn", "tokamax", "plain"]
 LayerType = Literal["sliding_attention", "full_attention"]
+Head = Literal["vocabulary", "score"]
 InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "layer_types", "norm_eps"]
 """Settings that change what weights compute, but no shape of a weight."""
 Preset = Literal[
@@ -119,6 +120,10 @@ class ModelConfig(Section):
     """Apply RMSNorm to every head's queries and keys before the rotary positions (Qwen3)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
+    head: Head = "vocabulary"
+    """What reads the last states. `vocabulary`: a row for each token, which gives the logits of the next one. `score`: a
+    single row, which gives a text its score; then `tie_embeddings` has no effect. A file with `objective.kind: reward` may
+    leave it out."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; residual outputs use `init_std / sqrt(2 * num_layers)`."""
     param_dtype: DType = "float32"
@@ -168,6 +173,16 @@ class ModelConfig(Section):
             yield "float8_exempt: leaves no matmul in float8; set matmul_dtype to compute_dtype, or name fewer matrices"
 
     @property
+    def has_own_head(self) -> bool:
+        """Whether the head is a weight of its own, and not the embedding table."""
+        return self.head == "score" or not self.tie_embeddings
+
+    @property
+    def head_rows(self) -> int:
+        """Number of rows of the head."""
+        return 1 if self.head == "score" else self.vocab_size
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer in the shortest round that the layers repeat; None: the layer sees all tokens
         before."""
@@ -201,19 +216,20 @@ class ModelConfig(Section):
                 f"model.num_kv_heads: {self.num_kv_heads} must be divisible by {over},"
                 f" or divide it where it divides num_heads={self.num_heads}"
             )
-        whole = [name for name, dim in _SPLIT_OR_WHOLE.items() if getattr(self, name) % num_parts(dim, axes)]
+        rows = {"num_kv_heads": self.num_kv_heads, "vocab_size": self.vocab_size, "head": self.head_rows}
+        whole = [name for name, dim in _SPLIT_OR_WHOLE.items() if rows[name] % num_parts(dim, axes)]
         columns = num_parts("embed_tensor", axes)
         if whole and not problems and self.embed_dim % columns:
             by = product({axis: axes[axis] for axis in axes_of("embed_tensor")})
             problems.append(
-                f"model.{whole[0]}: {getattr(self, whole[0])} is not divisible by {over}; then embed_dim={self.embed_dim}"
+                f"model.{whole[0]}: {rows[whole[0]]} is not divisible by {over}; then embed_dim={self.embed_dim}"
                 f" must be divisible by {by} = {columns}"
             )
         return problems
 
 
-_SPLIT_OR_WHOLE = {"num_kv_heads": "kv_heads", "vocab_size": "vocab"}
-"""Settings that need not divide; matrices are then stored split along `embed_tensor` instead."""
+_SPLIT_OR_WHOLE = {"num_kv_heads": "kv_heads", "vocab_size": "vocab", "head": "vocab"}
+"""Settings whose number of heads or rows need not divide; matrices are then stored split along `embed_tensor` instead."""
 
 
 def shortest_round(layers: Sequence[T]) -> tuple[T, ...]:

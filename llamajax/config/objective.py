@@ -10,19 +10,20 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.offload import OffloadConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.rules import Bound, NonNegativeFloat, PositiveFloat, Section
-from llamajax.config.training import TrainConfig
+from llamajax.config.training import SampleConfig, TrainConfig
 
-ObjectiveKind = Literal["next_token", "dpo", "ipo", "orpo", "kto", "simpo", "cpo"]
+ObjectiveKind = Literal["next_token", "dpo", "ipo", "orpo", "kto", "simpo", "cpo", "reward"]
 Smoothing = Annotated[float, Bound(lambda value: 0 <= value < 0.5, "must be at least 0 and below 0.5")]
 OptionalWeight = Annotated[float | None, Bound(lambda value: value >= 0, "must not be negative; unset: the method's own")]
 
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
 _READ_BY = {
-    "label_smoothing": ("dpo", "cpo", "simpo"), "length_normalized": ("dpo",), "margin": ("simpo",),
+    "label_smoothing": ("dpo", "cpo", "simpo", "reward"), "length_normalized": ("dpo",), "margin": ("simpo",),
     "nll_weight": ("dpo", "ipo", "orpo", "simpo", "cpo"), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
-    "reference": _WITH_REFERENCE,
+    "reference": _WITH_REFERENCE, "center_weight": ("reward",),
+    "beta": ("dpo", "ipo", "orpo", "kto", "simpo", "cpo"),
 }  # fmt: skip
-"""Kinds that read a setting; `beta` is read by all but next_token."""
+"""Kinds that read a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,13 @@ class ObjectiveConfig(Section):
     kind: ObjectiveKind = "next_token"
     """`next_token`: cross-entropy of every learned token. The others need sources of kind `preference`: `dpo`
     (arXiv:2305.18290), `ipo` (arXiv:2310.12036), `kto`, which takes single answers with a label too (arXiv:2402.01306), and,
-    without a reference model, `orpo` (arXiv:2403.07691), `simpo` (arXiv:2405.14734) and `cpo` (arXiv:2401.08417)."""
+    without a reference model, `orpo` (arXiv:2403.07691), `simpo` (arXiv:2405.14734) and `cpo` (arXiv:2401.08417). `reward`
+    trains a reward model, which gives each answer a score (arXiv:2203.02155)."""
     beta: PositiveFloat = 0.1
     """Strength of the preference: `dpo`, `kto`, `simpo`, `cpo`: factor of the log-probabilities; `ipo`: its tau; `orpo`: its
     lambda. SimPO's authors use 2 and more."""
     label_smoothing: Smoothing = 0.0
-    """`dpo` (then called cDPO), `cpo`, `simpo`: assumed share of pairs whose answers are the wrong way round."""
+    """`dpo` (then called cDPO), `cpo`, `simpo`, `reward`: assumed share of pairs whose answers are the wrong way round."""
     length_normalized: bool = False
     """`dpo`: use log-probabilities per token of an answer. `ipo`, `orpo` and `simpo` always do."""
     margin: NonNegativeFloat = 0.5
@@ -49,6 +51,8 @@ class ObjectiveConfig(Section):
     """`kto`: weight of desirable answers."""
     undesirable_weight: NonNegativeFloat = 1.0
     """`kto`: weight of undesirable answers."""
+    center_weight: NonNegativeFloat = 0.0
+    """`reward`: weight of a pair's squared sum of scores, which keeps them near zero (arXiv:2312.09244); 0.01 is usual."""
     reference: Literal["auto", "base", "cached"] = "auto"
     """`dpo`, `ipo`, `kto`: where the reference's log-probabilities come from. `base`: every step computes them with the
     frozen weights below the adapters. `cached`: the weights that the run starts from compute them once, before the first
@@ -84,6 +88,8 @@ class ObjectiveConfig(Section):
     def described(self, adapters: AdaptersConfig) -> str:
         """Returns the objective in a few words."""
         parts = [f"{self.kind.upper() if self.kind != 'simpo' else 'SimPO'}, beta {self.beta:g}"]
+        if self.kind == "reward":
+            parts = ["reward model"] + ([f"center weight {self.center_weight:g}"] if self.center_weight else [])
         parts += [f"margin {self.margin:g}"] if self.kind == "simpo" else []
         parts += [f"label smoothing {self.label_smoothing:g}"] if self.label_smoothing else []
         parts += ["per token"] if self.length_normalized else []
@@ -100,8 +106,6 @@ class ObjectiveConfig(Section):
         for name, kinds in _READ_BY.items():
             if self.kind not in kinds and getattr(self, name) != default[name].default:
                 yield f"{name}: {getattr(self, name)} has no effect with kind={self.kind}; remove it"
-        if not self.is_preference and self.beta != default["beta"].default:
-            yield f"beta: {self.beta} has no effect with kind={self.kind}; remove it"
 
 
 def objective_problems(
@@ -112,12 +116,21 @@ def objective_problems(
     train: TrainConfig,
     mesh: MeshConfig,
     offload: OffloadConfig,
+    sample: SampleConfig,
     *,
     has_model: bool,
 ) -> Iterator[str]:
     """Yields one `key: rule; remedy` line for every broken rule between the objective and other settings of a run;
     `has_model`: the run starts from a model."""
     kind, kinds = objective.kind, [source.kind for source in data.sources]
+    if kind == "reward" and model.head != "score":
+        yield f"model.head: {model.head} gives no scores for objective.kind=reward; set score"
+    if kind == "reward" and adapters.enabled:
+        yield f"adapters.kind: {adapters.kind} would leave the head of objective.kind=reward untrained; remove adapters"
+    if kind == "reward" and sample.prompt is not None:
+        yield "sample.prompt: a model with objective.kind=reward writes no text; remove it"
+    if kind != "reward" and model.head == "score":
+        yield f"model.head: score predicts no tokens for objective.kind={kind}; set reward there, or name other weights"
     if not objective.is_preference:
         if "preference" in kinds:
             yield "objective.kind: next_token has no use for sources of kind=preference; set dpo or another, or kind: chat"

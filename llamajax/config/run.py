@@ -122,7 +122,7 @@ class Config(Settings):
         if not self.run_dir:
             yield "run_dir: must not be empty; name a directory"
         yield from adapter_problems(self.adapters, model, train, self.init_from, moves_state=self.offload.state_share > 0)
-        of_run = model, self.adapters, data, train, self.mesh, self.offload
+        of_run = model, self.adapters, data, train, self.mesh, self.offload, self.sample
         yield from objective_problems(self.objective, *of_run, has_model=self.init_from is not None)
         if self.init_changes and self.init_from is None:
             yield "init_changes: has no effect without init_from; name the weights there, or remove this"

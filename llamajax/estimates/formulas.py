@@ -42,7 +42,7 @@ def is_layer_matrix(name: str) -> bool:
 def num_matmul_params(model: ModelConfig) -> int:
     """Returns the number of parameters that take part in a matmul: all but norms and the input embedding; the head
     counts."""
-    return model.num_layers * sum(layer_matrices(model).values()) + model.vocab_size * model.embed_dim
+    return model.num_layers * sum(layer_matrices(model).values()) + model.head_rows * model.embed_dim
 
 
 def num_params(model: ModelConfig) -> int:
@@ -53,9 +53,9 @@ def num_params(model: ModelConfig) -> int:
 def weights(model: ModelConfig) -> dict[str, int]:
     """Returns the number of parameters of every weight, over all layers, by its name in the model."""
     of_layers = {f"layers.{of.path}": model.num_layers * math.prod(shape) for of, shape in layer_shapes(model).items()}
-    table = model.vocab_size * model.embed_dim
-    sizes = {"embedding": table, **of_layers, "final_norm.scale": model.embed_dim}
-    return sizes if model.tie_embeddings else sizes | {"head": table}
+    D = model.embed_dim
+    sizes = {"embedding": model.vocab_size * D, **of_layers, "final_norm.scale": D}
+    return sizes | {"head": model.head_rows * D} if model.has_own_head else sizes
 
 
 def computed_model(model: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
@@ -353,7 +353,7 @@ def expected_bytes(
     qkv = heads + 2 * computed.num_kv_heads * model.head_dim // tensor
     rows = config.rows_per_device(mesh)
     tokens = tokens_per_device(config, mesh)
-    layer_params = (num_params(computed) - 2 * model.vocab_size * D) // model.num_layers // tensor
+    layer_params = (num_params(computed) - (model.vocab_size + model.head_rows) * D) // model.num_layers // tensor
 
     stream = residual_width(config, mesh)
     on_card, on_host = (sum(values.values()) for values in saved_bytes(config, mesh))
@@ -381,8 +381,9 @@ def expected_bytes(
     matrices = layer_matrices(computed).items()
     rounded = L * sum(size for matrix, size in matrices if matrix.name in model.float8_weights) // tensor
     rounded = {1: rounded, 2: (1 - wide) * rounded, 3: rounded // num_parts("embed", mesh)}[config.parallel.zero]
-    logits = min(max_chunk_logits, math.ceil(tokens * share_of_head(config, mesh)) * V)
-    loss = logits * (4 + 2 * wide) + V * D * (wide + 2 * 4)
+    num_rows = math.ceil(model.head_rows / tensor)
+    logits = min(max_chunk_logits, math.ceil(tokens * share_of_head(config, mesh)) * num_rows)
+    loss = logits * (4 + 2 * wide) + num_rows * D * (wide + 2 * 4)
     collectives = 2 * D * F * wide + kept_weights
     if config.parallel.zero == 1 and work.stages > 1:
         collectives = 0

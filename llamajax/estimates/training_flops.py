@@ -33,4 +33,4 @@ def adapter_matmul_params(config: Config, model: ModelConfig) -> int:
 
 def output_weight(model: ModelConfig) -> str:
     """Returns the name of the head's weight."""
-    return "embedding" if model.tie_embeddings else "head"
+    return "head" if model.has_own_head else "embedding"

@@ -35,6 +35,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
         check_json(config.json)
     compilation_cache.start("auto", console.say)
     pretrained = open_pretrained(config.model)
+    pretrained.check_predicts()
     model_config = choose_types(config, pretrained.config)
     jax.set_mesh(mesh.make_mesh(config.mesh))
     problems = model_config.undivided(jax.sharding.get_mesh().shape)

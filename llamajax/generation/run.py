@@ -118,6 +118,7 @@ def open_model(config: GenerateConfig) -> Opened:
     startup.connect(config.mesh, config.distributed)
     compilation_cache.start("auto", say)
     pretrained = open_pretrained(config.model)
+    pretrained.check_predicts()
     return Opened(pretrained=pretrained, tokenizer=pretrained.tokenizer())
 
 

@@ -213,7 +213,7 @@ class Llama(nnx.Module):
             stack: turns a function from one layer's key to its weights into one from all keys to all weights.
         """
         V, D, dtype = config.vocab_size, config.embed_dim, config.param_dtype
-        embedding_key, layers_key, head_key = jax.random.split(key, 3)
+        embedding_key, layers_key, _ = jax.random.split(key, 3)
         self.config = config
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
@@ -222,12 +222,12 @@ class Llama(nnx.Module):
         self.layers = stack(partial(Layer, config))(keys)
         self.whole_first: Layer | None = nnx.data(None)  # the first layer, gathered; only in weights prepared for a step
         self.final_norm = RMSNorm(D, config)
-        self.head = None if config.tie_embeddings else table(V, D, dtype, normal(head_key, config.init_std))
+        self.head = self.drawn_head(config, key) if config.has_own_head else None
 
     def __call__(
         self, tokens: Tokens, segment_ids: Tokens | None = None, positions: Tokens | None = None
     ) -> Float32[Array, "B T V"]:
-        """Returns logits; arguments as for `hidden`."""
+        """Returns logits, or scores [B, T, 1] by a score head; arguments as for `hidden`."""
         x, _ = self.hidden(tokens, segment_ids, positions)
         with jax.named_scope("head"):
             return self._logits(jax.reshard(x, spec("batch", "seq", None)))
@@ -391,6 +391,12 @@ class Llama(nnx.Module):
         with jax.named_scope("head"):
             return jax.reshard(self._logits(states), spec("batch", *[None] * (states.ndim - 1)))
 
+    @staticmethod
+    def drawn_head(config: ModelConfig, key: jax.Array) -> nnx.Param:
+        """Returns the head of its own that `Llama(config, key)` has."""
+        _, _, head_key = jax.random.split(key, 3)
+        return table(config.head_rows, config.embed_dim, config.param_dtype, normal(head_key, config.init_std))
+
     def with_adapters(self, config: AdaptersConfig, dtype: DTypeLike, key: jax.Array) -> "Llama":
         """Returns the model with adapters of all layers, which change nothing yet: `b` is zero, and `magnitude` is the
         length of the weights.
@@ -422,7 +428,8 @@ class Llama(nnx.Module):
         return base
 
     def output_weight(self) -> nnx.Param:
-        """Returns the head as stored, [V, D] in `param_dtype` and sharded; the embedding table when they are tied."""
+        """Returns the head as stored, [V, D] or for scores [1, D], in `param_dtype` and sharded; the embedding table when
+        they are tied."""
         return self.embedding if self.head is None else self.head
 
     @staticmethod
@@ -443,7 +450,7 @@ class Llama(nnx.Module):
             return look_up(gathered(self.embedding, self.config.compute_dtype, copy)[...], tokens)
 
     def _logits(self, x: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
-        return logits(x, gathered(self.output_weight(), x.dtype)[...], self.config.vocab_size)
+        return logits(x, gathered(self.output_weight(), x.dtype)[...], self.config.head_rows)
 
     def _next_token_logits(self, x: Float[Array, "B 1 D"]) -> Float32[Array, "B V"]:
         """Returns logits of residual streams, sharded ("batch", None)."""

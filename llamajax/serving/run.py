@@ -82,6 +82,8 @@ def load_models(config: ServeConfig) -> dict[str, Served]:
         UserError: see `run`.
     """
     found = {name: open_pretrained(path) for name, path in config.models.items()}
+    for pretrained in found.values():
+        pretrained.check_predicts()
     types = {name: choose_types(config, pretrained.config) for name, pretrained in found.items()}
     base = next(iter(found))
     of_base = {key: getattr(types[base], key) for key in ("param_dtype", "compute_dtype")}

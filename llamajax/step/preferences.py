@@ -1,4 +1,4 @@
-"""Losses over preferred and rejected answers: DPO, IPO, KTO, ORPO, SimPO and CPO.
+"""Losses over preferred and rejected answers: DPO, IPO, KTO, ORPO, SimPO and CPO; and the loss of a reward model.
 
 In a row, pair j has segment 2 j + 1 for the chosen answer and segment 2 j + 2 for the rejected one, each after its prompt.
 `targets` are the answers' tokens; an answer with a label but without a partner has the segment of its side.
@@ -24,6 +24,7 @@ from llamajax.parallel.zero import PreparedWeights, whole_over_data
 from llamajax.step.batch import IGNORE, OTHER, Batch
 from llamajax.step.log_probs import target_log_probs
 from llamajax.step.loss import LossSums, states_and_head
+from llamajax.step.scores import last_scores
 
 TOTALS = (
     "chosen", "rejected", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob", "correct", "nll",
@@ -77,10 +78,10 @@ def preference_loss(
         whole: see `look_at_whole`.
     """
     objective, targets = config.objective, batch["targets"]
-    own = log_probs(weights, batch, config)
+    own = last_scores(weights, batch, config) if objective.kind == "reward" else log_probs(weights, batch, config)
     ids = jax.reshard(batch["segment_ids"], jax.typeof(own).sharding.spec)
     targets = jax.reshard(targets, jax.typeof(own).sharding.spec)
-    is_learnt = targets != IGNORE
+    is_learnt = (targets != IGNORE) | (objective.kind == "reward")
     answers = answers_of(targets, ids)
     sums = by_answer(jnp.where(is_learnt, own, 0.0), ids)
     scores = sums
@@ -97,7 +98,7 @@ def preference_loss(
     nll = -jnp.sum(jnp.where(_is_in_nll(batch, ids), own, 0.0))
     loss = preference + objective.own_nll_weight * nll * whole.num_counted / jnp.maximum(whole.nll_tokens, 1.0)
 
-    rewards, told = objective.beta * scores, lax.stop_gradient(sums)
+    rewards, told = scores if objective.kind == "reward" else objective.beta * scores, lax.stop_gradient(sums)
     correct = counts.all(axis=-1) & (rewards[..., 0] > rewards[..., 1])
     totals = {
         "chosen": counts[..., 0], "rejected": counts[..., 1], "correct": correct, "nll": nll,
@@ -168,7 +169,8 @@ def preference_metrics(objective: ObjectiveConfig, means: Mapping[str, jax.Array
     found = {"loss": means["loss"] + weight * nll if weight else means["loss"]}
     for side in ("chosen", "rejected"):
         found |= {f"reward_{side}": means[f"{side}_reward"] / means[side]}
-        found |= {f"log_prob_{side}": means[f"{side}_log_prob"] / means[side]}
+        if objective.kind != "reward":
+            found |= {f"log_prob_{side}": means[f"{side}_log_prob"] / means[side]}
     found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
     if objective.kind != "kto":
         found["reward_accuracy"] = means["correct"]
@@ -209,6 +211,11 @@ def _dpo(objective: ObjectiveConfig, scores: Sides, kl: jax.Array) -> jax.Array:
     return _smoothed(objective, objective.beta * (scores[..., 0] - scores[..., 1]))
 
 
+def _reward(objective: ObjectiveConfig, scores: Sides, kl: jax.Array) -> jax.Array:
+    losses = _smoothed(objective, scores[..., 0] - scores[..., 1])
+    return losses + objective.center_weight * jnp.square(jnp.sum(scores, axis=-1))
+
+
 def _simpo(objective: ObjectiveConfig, scores: Sides, kl: jax.Array) -> jax.Array:
     return _smoothed(objective, objective.beta * (scores[..., 0] - scores[..., 1]) - objective.margin)
 
@@ -229,9 +236,10 @@ def _kto(objective: ObjectiveConfig, scores: Sides, kl: jax.Array) -> jax.Array:
 
 _LOSSES: dict[str, Callable[[ObjectiveConfig, Sides, jax.Array], jax.Array]] = {
     "dpo": _dpo, "cpo": _dpo, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo, "kto": _kto,
+    "reward": _reward,
 }  # fmt: skip
 """Loss of each pair [B, T], or of each answer [B, T, 2], by kind; from scores: log-probabilities of answers, over those of
-the reference where there is one, per token where the method says so."""
+the reference where there is one, per token where the method says so; or what the score head gives."""
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from llamajax.config.parallel import axes_of
 from llamajax.config.run import Config
@@ -124,6 +125,12 @@ def drawn(config: Config, key: jax.Array) -> Llama:
     if config.adapters.is_quantized:
         model.layers = quantized_layers(config.adapters, model.layers, num_stacked=1)
     return model
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def drawn_head(config: Config) -> nnx.Param:
+    """Returns the head of random weights."""
+    return Llama.drawn_head(config.stored_model, jax.random.split(jax.random.key(config.seed))[0])
 
 
 def abstract_model(config: Config) -> Llama:

@@ -21,7 +21,15 @@ from llamajax.parallel.zero import trained_only
 from llamajax.processes.peers import of_first
 from llamajax.step.checksum import fingerprint
 from llamajax.step.frozen import partition
-from llamajax.step.state import TrainState, abstract_model, init_state, with_adapters, with_base, with_copies
+from llamajax.step.state import (
+    TrainState,
+    abstract_model,
+    drawn_head,
+    init_state,
+    with_adapters,
+    with_base,
+    with_copies,
+)
 from llamajax.training.loop import Start
 from llamajax.training.resume import check_settings
 from llamajax.training.rollback import agreed, read_passed_over
@@ -90,7 +98,12 @@ def first_state(config: Config, found: Pretrained | None) -> TrainState:
 
 
 def _loaded(config: Config, found: Pretrained) -> Llama:
-    return load_model(found.base or found, config.stored_model, abstract_model(config))
+    """Returns the weights of a model; a head that it does not have is drawn as for random weights."""
+    abstract = abstract_model(config)
+    model = load_model(found.base or found, config.stored_model, abstract)
+    if model.head is None and abstract.head is not None:
+        model.head = jax.device_put(drawn_head(config), jax.tree.map(lambda like: like.sharding, abstract.head))
+    return model
 
 
 def with_commit(config: Config, run_dir: Path) -> Config:

@@ -27,8 +27,8 @@ Index = tuple[slice, ...]
 
 
 def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | None = None) -> Llama:
-    """Returns the model on the current mesh, in `config.param_dtype`, and with its adapters, if it has some, in float32.
-    Processes call this together.
+    """Returns the model on the current mesh, in `config.param_dtype`, and with its adapters, if it has some, in float32;
+    without a head, if `config` has another kind of head. Processes call this together.
 
     Besides arrays that wait in its memory, the host holds at most the part of one layer's largest array, or of a vocabulary
     table, that this process's devices need.
@@ -46,12 +46,15 @@ def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | No
     abstract = concretise(_abstract_model(config)) if abstract is None else abstract
     if pretrained.base is not None:
         return _with_adapters(pretrained, load_model(pretrained.base, config, abstract))
+    has_head = config.head == pretrained.config.head
+    abstract = abstract if has_head else _without_head(abstract)
     weights, tree = jax.tree.flatten(abstract, is_leaf=_is_quantized)
     arrays = dict(zip(named_arrays({"model": abstract}, _is_quantized), weights, strict=True))
     if pretrained.tensors is not None:
         leaves = [read_array(name, leaf, pretrained.tensors) for name, leaf in arrays.items()]
     else:
         as_stored = concretise(_abstract_model(dataclasses.replace(config, param_dtype=pretrained.config.param_dtype)))
+        as_stored = as_stored if has_head else _without_head(as_stored)
         leaves = read_weights(pretrained.source, _in_memory_of(weights, as_stored), config.param_dtype)
         leaves = [_quantized_by_layer(own, like) for own, like in zip(leaves, weights, strict=True)]
     return _checked(pretrained, jax.tree.unflatten(tree, leaves))
@@ -111,6 +114,12 @@ def _checked(pretrained: Pretrained, model: Llama) -> Llama:
 
 def _abstract_model(config: ModelConfig) -> Llama:
     return jax.eval_shape(partial(Llama, config), jax.random.key(0))
+
+
+def _without_head(model: Llama) -> Llama:
+    model = jax.tree.map(lambda weight: weight, model)
+    model.head = None
+    return model
 
 
 def _is_quantized(node: Any) -> bool:

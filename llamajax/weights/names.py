@@ -16,7 +16,7 @@ import numpy as np
 
 from llamajax.config.adapters import PROJECTIONS, AdaptersConfig, Projection
 from llamajax.config.architectures import architecture_of
-from llamajax.config.model import ModelConfig
+from llamajax.config.model import Head, ModelConfig
 from llamajax.errors import ConfigError, show
 from llamajax.model import Llama
 from llamajax.weights.safetensors import Stored
@@ -38,6 +38,8 @@ class Tensor:
     in_dims: int | None = None
     """Number of leading dimensions of the part that are the input of a linear layer: 0 for a bias. None if the tensor equals
     the part, with all dimensions but the first merged."""
+    head: Head = "vocabulary"
+    """Kind of head that the tensor is, if it is one."""
 
     @property
     def rows_dim(self) -> int:
@@ -47,7 +49,8 @@ class Tensor:
         return next(itertools.islice(kept, self.in_dims or 0, None))
 
 
-_LAYER, _OURS = "model.layers.{layer}", "model.layers"
+_LAYER, _OURS, _HEAD = "model.layers.{layer}", "model.layers", "model.head"
+_SCORE = "score.weight"
 _ALL = slice(None)
 OF_PEFT = "base_model.model."
 """Prefix that PEFT puts before the names of a model's modules."""
@@ -87,11 +90,12 @@ TENSORS = (
     Tensor(f"{_LAYER}.mlp.down_proj.weight", f"{_OURS}.mlp.w_down"),
     Tensor(f"{_LAYER}.mlp.down_proj.bias", f"{_OURS}.mlp.down_bias"),
     Tensor("model.norm.weight", "model.final_norm.scale"),
-    Tensor("lm_head.weight", "model.head"),
+    Tensor("lm_head.weight", _HEAD),
+    Tensor(_SCORE, _HEAD, head="score"),
     *itertools.chain.from_iterable(map(_of_adapter, PROJECTIONS)),
 )
 """All tensors, in the order of a forward pass; then those of adapters. A model omits those it does not have: biases, q/k
-norms, a tied head."""
+norms, a tied head; it has one kind of head at most."""
 
 
 @functools.cache
@@ -117,9 +121,9 @@ def is_stacked(array: str) -> bool:
     return array.startswith(f"{_OURS}.")
 
 
-def tensors_of(array: str) -> list[Tensor]:
-    """Returns the tensors that make up one of our arrays (or one layer of it)."""
-    return [tensor for tensor in TENSORS if tensor.array == array]
+def tensors_of(array: str, head: Head = "vocabulary") -> list[Tensor]:
+    """Returns the tensors that make up one of our arrays (or one layer of it) in a model with this kind of head."""
+    return [tensor for tensor in TENSORS if tensor.array == array and (array != _HEAD or tensor.head == head)]
 
 
 def rows_dim(array: str) -> int:
@@ -136,7 +140,8 @@ def hf_shapes(config: ModelConfig, adapters: AdaptersConfig | None = None) -> di
     """
     ours = our_shapes(config) if adapters is None else adapter_shapes(config, adapters)
     shapes = {}
-    for of_layer, some in itertools.groupby((t for t in TENSORS if t.array in ours), key=lambda t: is_stacked(t.array)):
+    own = (tensor for tensor in TENSORS if tensor.array in ours and tensor in tensors_of(tensor.array, config.head))
+    for of_layer, some in itertools.groupby(own, key=lambda tensor: is_stacked(tensor.array)):
         of_one = {}
         for tensor in some:
             in_dims = tensor.in_dims or 0
@@ -165,7 +170,7 @@ def tensors_for(config: ModelConfig, found: Mapping[str, Stored], directory: Pat
                 " the files are from two models"
             )
     extra = [name for name in found if name not in shapes]
-    if extra == ["lm_head.weight"] and config.tie_embeddings:
+    if extra == ["lm_head.weight"] and not config.has_own_head:
         if not found["lm_head.weight"].equals(found["model.embed_tokens.weight"]):
             raise ConfigError(
                 f"{found['lm_head.weight'].file}: lm_head.weight differs from model.embed_tokens.weight, but config.json"
@@ -221,7 +226,7 @@ def from_hf(
         box: the part of `shape`; dimensions that `Tensor.part` slices are whole.
         block: destination of the box's shape, in any dtype.
     """
-    for tensor in tensors_of(array):
+    for tensor in tensors_of(array, "score" if _SCORE in tensors else "vocabulary"):
         stored, in_dims = tensors[tensor.hf_name.format(layer=layer)], tensor.in_dims or 0
         full = _part_shape(tensor, shape)
         index = zip(_index(tensor, len(shape)), box, strict=True)

@@ -53,7 +53,8 @@ class Pretrained:
         """The model in one line."""
         if self.adapters is not None and self.base is not None:
             return f"{self.source}: {self.adapters.about} for {self.base.about}"
-        kind = "model" if self.tensors is None else f"Hugging Face {self.architecture.name}"
+        reward = "reward " if self.config.head == "score" else ""
+        kind = f"{reward}model" if self.tensors is None else f"Hugging Face {self.architecture.name}"
         return f"{self.shown}: {kind} of {num_params(self.config):,} parameters in {self.config.param_dtype}"
 
     @property
@@ -80,6 +81,16 @@ class Pretrained:
         """
         return architecture_of(self.config, (self.hf or {}).get("model_type"))
 
+    def check_predicts(self) -> None:
+        """Checks that the model predicts tokens.
+
+        Raises:
+            ConfigError: it is a reward model.
+        """
+        if self.config.head == "score":
+            rule = "is a reward model, which scores texts and predicts no tokens"
+            raise ConfigError(f"{self.shown}: {rule}; name a language model")
+
     def check(self, config: ModelConfig, changes: Collection[str] = ()) -> None:
         """Checks that a run's model is this one.
 
@@ -92,7 +103,8 @@ class Pretrained:
         """
         lines = []
         for key, (here, theirs) in self._differences(config).items():
-            if key not in MAY_DIFFER and key not in changes:
+            is_new_head = (key, here) == ("head", "score")
+            if key not in MAY_DIFFER and key not in changes and not is_new_head:
                 remedy = f", or init_changes must name {key}" if key in get_args(InitChange) else ""
                 lines.append(f"model.{key}: {here} differs from {self.shown}; it must be {theirs}{remedy}")
         if lines:
@@ -126,7 +138,8 @@ class Pretrained:
         """Lists the run's changes to the model's computation or purpose, as text to follow `described`; empty if there are
         none."""
         told = {key: pair for key, pair in self._differences(config).items() if key not in (*OF_THE_RUN, "init_std")}
-        return "".join(f"; model.{key} {here} instead of {theirs}" for key, (here, theirs) in told.items())
+        drawn = "; a new score head in place of its head" if told.pop("head", None) else ""
+        return drawn + "".join(f"; model.{key} {here} instead of {theirs}" for key, (here, theirs) in told.items())
 
     def _differences(self, config: ModelConfig) -> dict[str, tuple[Any, Any]]:
         """Returns settings in which a run's model differs: the run's value and this model's."""

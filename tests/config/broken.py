@@ -110,6 +110,8 @@ BROKEN = [
     (ObjectiveConfig, {"kind": "dpo", "beta": 0.0, "label_smoothing": 0.5, "nll_weight": -1.0},
      ["beta", "label_smoothing", "nll_weight"]),
     (ObjectiveConfig, {"beta": 0.2, "margin": 1.0}, ["margin", "beta"]),
+    (ObjectiveConfig, {"kind": "reward", "center_weight": -0.1, "margin": 1.0, "nll_weight": 0.5},
+     ["center_weight", "margin", "nll_weight"]),
     (ObjectiveConfig, {"kind": "orpo", "reference": "cached", "length_normalized": True},
      ["length_normalized", "reference"]),
     (ObjectiveConfig, {"kind": "kto", "undesirable_weight": -1.0, "nll_weight": 1.0}, ["undesirable_weight", "nll_weight"]),

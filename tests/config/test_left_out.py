@@ -80,6 +80,15 @@ def test_an_unknown_preset_is_one_line(name, remedy, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_reward_model_has_a_score_head(tmp_path):
+    data = {"sources": [{"kind": "preference", "paths": ["x"]}], "seq_len": 8, "chat_template": "x"}
+    reward = {"objective": {"kind": "reward"}, "data": data, "sample": {}}
+    found = load_config(run(tmp_path, {"preset": "llama-3.2-1b"}, **reward))
+    assert (found.model.head, found.model.tie_embeddings) == ("score", True)
+    with pytest.raises(ConfigError, match="vocabulary gives no scores for objective"):
+        load_config(run(tmp_path, {"preset": "llama-3.2-1b", "head": "vocabulary"}, **reward))
+
+
 def test_a_preset_in_python_is_refused():
     with pytest.raises(ConfigError, match=r"^preset: llama-2-7b means something in files"):
         dataclasses.replace(LLAMA_2_7B, preset="llama-2-7b")

@@ -9,6 +9,7 @@ from tests.tiny import tiny_config
 
 PREFERENCES = (SourceConfig(kind="preference", paths=("x",)),)
 DPO = tiny_config().changed({"init_from": "model", "objective.kind": "dpo", "data.sources": PREFERENCES})
+REWARD = {"objective.kind": "reward", "model.head": "score"}
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,12 @@ DPO = tiny_config().changed({"init_from": "model", "objective.kind": "dpo", "dat
         ({"train.z_loss_weight": 0.1}, "train.z_loss_weight: 0.1 has no effect with objective.kind=dpo"),
         ({"data.stages": (StageConfig(from_step=5, weights=(2.0,)),)}, "data.stages: are not possible with"),
         ({"mesh.pipeline": 2, "train.grad_accum_steps": 2, "parallel.zero": 1}, "mesh.pipeline: 2 is not possible"),
+        ({"objective.kind": "reward"}, "model.head: vocabulary gives no scores for objective.kind=reward; set score"),
+        ({"model.head": "score"}, "model.head: score predicts no tokens for objective.kind=dpo"),
+        ({**REWARD, "adapters.kind": "lora"}, "adapters.kind: lora would leave the head of objective.kind=reward untrained"),
+        ({**REWARD, "sample.prompt": "x"}, "sample.prompt: a model with objective.kind=reward writes no text"),
+        ({**REWARD, "objective.beta": 0.2}, "objective.beta: 0.2 has no effect with kind=reward"),
+        ({"objective.center_weight": 0.2}, "objective.center_weight: 0.2 has no effect with kind=dpo"),
         ({"offload.tiers.nvme_dir": "x", "offload.activations": ("input",)}, "offload.tiers.nvme_dir: is not possible"),
     ],
 )
@@ -46,6 +53,8 @@ def test_the_reference_is_below_the_adapters_or_cached():
          "DPO, beta 0.1, label smoothing 0.1, per token, 0.2 x cross-entropy of chosen answers; the reference is the model"
          " at the start, computed once"),
         (ObjectiveConfig(kind="simpo", beta=2.0), "SimPO, beta 2, margin 0.5"),
+        (ObjectiveConfig(kind="reward", center_weight=0.01, label_smoothing=0.1),
+         "reward model, center weight 0.01, label smoothing 0.1"),
         (ObjectiveConfig(kind="orpo"), "ORPO, beta 0.1, 1 x cross-entropy of chosen answers"),
     ],
 )  # fmt: skip

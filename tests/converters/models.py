@@ -41,6 +41,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "sliding_window": 8,
         "layer_types": ("full_attention", "sliding_attention", "sliding_attention"),
     },
+    "llama-score": {"num_kv_heads": 2, "head": "score", "tie_embeddings": True},
+    "mistral-score": {"num_kv_heads": 2, "head": "score", "sliding_window": 8},
+    "qwen2-score": {"num_kv_heads": 2, "head": "score", "qkv_bias": True},
+    "qwen3-score": {"num_kv_heads": 2, "head": "score", "head_dim": 16, "qk_norm": True},
     "qwen3": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True},
     "qwen3-biases": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "qkv_bias": True, "output_bias": True},
 }  # fmt: skip
@@ -70,7 +74,8 @@ def write_model(directory: Path, config: ModelConfig, dtype: Any = np.float32) -
         layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
     shapes = {"model.embed_tokens.weight": (config.vocab_size, D), "model.norm.weight": (D,)}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
-    shapes |= {} if config.tie_embeddings else {"lm_head.weight": (config.vocab_size, D)}
+    if config.has_own_head:
+        shapes |= {"score.weight" if config.head == "score" else "lm_head.weight": (config.head_rows, D)}
     weights = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
     directory.mkdir()
     safetensors.numpy.save_file(weights, directory / "model.safetensors", {"format": "pt"})

@@ -269,10 +269,12 @@ def test_what_transformers_refuses_is_told_in_a_line(variant, odd, tmp_path, cap
 
 
 IN_TRANSFORMERS = ("linear-scaling", "llama3.2", "mistral", "qwen2-window", "qwen3")
+WITH_SCORES = tuple(name for name in VARIANTS if VARIANTS[name].get("head") == "score")
 
 
 @pytest.mark.parametrize(
-    "variant", [name if name in IN_TRANSFORMERS else pytest.param(name, marks=SLOW) for name in VARIANTS]
+    "variant",
+    [name if name in IN_TRANSFORMERS else pytest.param(name, marks=SLOW) for name in VARIANTS if name not in WITH_SCORES],
 )
 def test_logits_of_transformers_own_models(variant, tmp_path, capsys):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -301,6 +303,53 @@ def test_logits_of_transformers_own_models(variant, tmp_path, capsys):
         text = back.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=0)
         written = greedy(tmp_path / "back", prompt, 12)[:, : text.shape[1]]
         assert written.tolist() == text.tolist()
+
+
+@pytest.mark.parametrize("variant", [WITH_SCORES[0], *(pytest.param(name, marks=SLOW) for name in WITH_SCORES[1:])])
+def test_scores_of_transformers_own_models(variant, tmp_path, capsys):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = tiny(**VARIANTS[variant])
+    special, tokens = SPECIAL | {"pad_token_id": 0}, np.random.default_rng(0).integers(4, config.vocab_size, (3, 12))
+    lengths = (5, 12, 9)
+    for row, length in zip(tokens, lengths, strict=True):
+        row[length:] = 0
+    torch.manual_seed(0)
+    known = transformers.AutoConfig.for_model(**hf_config_of(config, special, "float32"))
+    theirs = transformers.AutoModelForSequenceClassification.from_config(known).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens), attention_mask=torch.from_numpy(tokens != 0).long()).logits.numpy()
+    assert convert("import", tmp_path / "hf", tmp_path / "run", "--verify") == 0
+    assert convert("export", tmp_path / "run", tmp_path / "back", "--verify") == 0
+    assert capsys.readouterr().out.count("differ by at most ") == 2
+    back = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "back")
+    assert type(back) is type(theirs)
+    assert back.config.num_labels == 1
+    assert json.loads((tmp_path / "hf/config.json").read_text())["id2label"] == {"0": "LABEL_0"}
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(back.state_dict()[name], weight), name
+    for source in ("hf", "run"):
+        with jax.set_mesh(single_device_mesh()):
+            found = open_pretrained(tmp_path / source)
+            model = load_model(found, dataclasses.replace(found.config, compute_dtype="float32", remat="none"))
+            scores = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, tokens.astype(np.int32)))
+        ours = [scores[row, length - 1] for row, length in enumerate(lengths)]
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"id2label": {"0": "bad", "1": "good"}}, "id2label: has 2 labels; only models with a single score are supported"),
+        ({"id2label": None, "num_labels": 3}, "id2label: has 3 labels"),
+        ({"architectures": ["LlamaForTokenClassification"]}, 'must be ["LlamaForCausalLM"] or ["LlamaForSequenceClass'),
+    ],
+)
+def test_other_classifiers_are_refused(change, message, tmp_path, capsys):
+    write_model(tmp_path / "hf", tiny(head="score"))
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert message in refuse(capsys, tmp_path)
 
 
 def test_a_wrong_conversion_is_not_kept(tmp_path, capsys, monkeypatch):

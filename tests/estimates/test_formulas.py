@@ -44,6 +44,16 @@ TRAITS = tuple(dict.fromkeys(weight.trait for weight in LAYER_WEIGHTS if weight.
 SIZES = {"vocab_size": 97, "embed_dim": 10, "mlp_dim": 14, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_score_head_is_one_row(tied):
+    model = dataclasses.replace(LLAMA_3_2_1B, head="score", tie_embeddings=tied)
+    shapes = {name: leaf.shape for name, leaf in Llama.shapes(model).items()}
+    assert shapes["head"] == (1, 2048)
+    assert formulas.weights(model) == {name: math.prod(shape) for name, shape in shapes.items()}
+    vocabulary = dataclasses.replace(model, head="vocabulary")
+    assert formulas.num_matmul_params(vocabulary) - formulas.num_matmul_params(model) == 128255 * 2048
+
+
 @pytest.mark.parametrize("has", [*itertools.product((False, True), repeat=len(TRAITS))], ids=str)
 def test_the_table_of_weights_is_that_of_the_model(has):
     model = ModelConfig(**SIZES, **dict(zip(TRAITS, has, strict=True)))

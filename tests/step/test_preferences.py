@@ -34,7 +34,13 @@ KINDS = {
     "kto": ADAPTED.changed({"objective.kind": "kto", "objective.undesirable_weight": 0.5}),
     "kto-cached": BASE.changed({"objective.kind": "kto"}),
     "simpo": BASE.changed({"objective.kind": "simpo"}),
-}
+    "reward": BASE.changed(
+        {
+            "objective.kind": "reward", "objective.center_weight": 0.3, "objective.label_smoothing": 0.1,
+            "model.head": "score", "model.tie_embeddings": True, "model.num_layers": 1,
+        }
+    ),
+}  # fmt: skip
 
 
 def slow(*values):
@@ -75,6 +81,10 @@ def reference(kind: str) -> list[dict[str, np.ndarray]]:
         slow("orpo", {"data": 2, "tensor": 4}, {"parallel.tensor": "ring", "train.grad_accum_steps": 4}),
         slow("kto", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"parallel.stack": "prefetch", "train.grad_accum_steps": 2}),
         slow("kto-cached", {"fsdp": 8}, {"parallel.stack": "unrolled", "model.remat": "full", "parallel.zero": 2}),
+        ("reward", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2}),
+        slow("reward", {"fsdp": 2, "sequence": 4}, {"parallel.stack": "prefetch", "parallel.sequence": "ring"}),
+        slow("reward", {"data": 2, "fsdp": 4}, {"parallel.zero": 1, "train.grad_accum_steps": 2, "model.remat": "full"}),
+        slow("reward", {"fsdp": 2, "tensor": 4}, {"parallel.tensor": "ring", "parallel.zero": 2}),
         slow("simpo", {"data": 2, "fsdp": 2, "sequence": 2}, {"parallel.sequence": "ulysses", "parallel.zero_data": 1}),
     ],
 )
@@ -107,6 +117,28 @@ def test_a_step_compares_whole_answers_with_the_reference():
     np.testing.assert_allclose(metrics["loss"], np.mean(np.log1p(np.exp(-np.array(margins)))), rtol=1e-5)
     np.testing.assert_allclose(metrics["reward_margin"], np.mean(margins), rtol=1e-4)
     np.testing.assert_allclose(metrics["reward_accuracy"], np.mean(np.array(margins) > 0), rtol=1e-5)
+
+
+def test_a_reward_is_the_score_at_the_last_token():
+    config = KINDS["reward"].changed({"objective.label_smoothing": 0.0})
+    jax.set_mesh(single_device_mesh())
+    state, batch = init_state(config), rows_of(config, 0)
+    scores = np.asarray(jax.jit(lambda model, *rows: model(*rows))(state.model, *_inputs(batch)))[..., 0]
+    pairs = []
+    for row, ids in enumerate(batch["segment_ids"]):
+        for chosen in range(1, ids.max() + 1, 2):
+            sides = [ids == segment for segment in (chosen, chosen + 1)]
+            if all((batch["targets"][row][side] != IGNORE).any() for side in sides):
+                pairs.append([scores[row, np.flatnonzero(side)[-1]] for side in sides])
+    chosen, rejected = np.array(pairs).T
+    _, metrics = train_step(resolved(config), state, to_device(config, batch))
+    assert not [name for name in metrics if "log_prob" in name or "nll" in name]
+    assert int(metrics["pairs"]) == len(pairs) > 10
+    expected = np.log1p(np.exp(rejected - chosen)) + 0.3 * (chosen + rejected) ** 2
+    np.testing.assert_allclose(metrics["loss"], expected.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["reward_chosen"], chosen.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["reward_rejected"], rejected.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["reward_accuracy"], np.mean(chosen > rejected), rtol=1e-5)
 
 
 def _inputs(batch: Row) -> tuple[np.ndarray, ...]:

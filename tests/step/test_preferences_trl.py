@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
+from llamajax.config.hf_config import hf_config_of
+from llamajax.config.model import ModelConfig
 from llamajax.config.objective import ObjectiveConfig
 from llamajax.config.parallel import MeshConfig
+from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.zero import trained_only
 from llamajax.step.batch import IGNORE, OTHER, fields
-from llamajax.step.state import init_state, with_adapters
+from llamajax.step.state import TrainState, init_state, with_adapters
 from llamajax.step.step import train_step
 from llamajax.weights import names
 from llamajax.weights.loading import load_adapters, load_model
@@ -65,6 +68,33 @@ def test_losses_are_those_of_trl(case, tmp_path, monkeypatch):
     assert all(is_changed == names.is_adapter(name) for name, is_changed in changed.items())
 
 
+@pytest.mark.parametrize("center_weight", [0.0, 0.1])
+def test_losses_of_a_reward_model_are_those_of_trl(center_weight, tmp_path):
+    theirs = _write_reward_model(tmp_path / "base", tiny(num_layers=2, num_kv_heads=2, head="score"))
+    settings = {"center_rewards_coefficient": center_weight or None, "learning_rate": 1e-3}
+    batches, expected = _trained(theirs, "trl.Reward", settings, tmp_path)
+    assert len(batches) == len(expected) == NUM_STEPS
+    with jax.set_mesh(single_device_mesh()):
+        found = open_pretrained(tmp_path / "base")
+        config = _config(found.config, ObjectiveConfig(kind="reward", center_weight=center_weight))
+        config = config.changed({"optimizer.learning_rate": 1e-3})
+        _, ours = _history(config, init_state(config, load_model(found, config.model)), batches)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
+    assert np.ptp(expected) > 0.05
+
+
+def _write_reward_model(directory: Path, config: ModelConfig) -> Any:
+    """Writes a model of random weights with a score head, as transformers does; returns it."""
+    import transformers
+
+    special = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
+    known = transformers.AutoConfig.for_model(**hf_config_of(config, special, "float32"))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(known)
+    model.save_pretrained(directory)
+    return model
+
+
 def _ours(
     peft: Path, objective: ObjectiveConfig, batches: list[dict[str, np.ndarray]]
 ) -> tuple[list[float], dict[str, bool]]:
@@ -72,25 +102,35 @@ def _ours(
     found = open_pretrained(peft)
     assert found.adapters is not None
     assert found.base is not None
-    config = tiny_config(
-        model=dataclasses.replace(found.config, compute_dtype="float32", remat="none"),
-        adapters=dataclasses.replace(found.adapters, base="float32"),
+    config = _config(found.config, objective, adapters=dataclasses.replace(found.adapters, base="float32"))
+    state = init_state(config, load_model(found.base, config.model))
+    state = with_adapters(state, load_adapters(found, trained_only(state.model)))
+    before = {name: np.asarray(array) for name, array in named_arrays(state.model).items()}
+    state, losses = _history(config, state, batches)
+    after = named_arrays(state.model)
+    return losses, {name: not np.array_equal(array, np.asarray(after[name])) for name, array in before.items()}
+
+
+def _config(model: ModelConfig, objective: ObjectiveConfig, **sections: Any) -> Config:
+    return tiny_config(
+        model=dataclasses.replace(model, compute_dtype="float32", remat="none"),
         objective=objective,
         init_from="unused",
         data=DataConfig(sources=(SourceConfig(kind="preference", paths=("unused",)),), seq_len=T),
         optimizer=OPTIMIZER,
         train=TrainConfig(num_steps=NUM_STEPS, global_batch_size=B),
         mesh=MeshConfig(),
+        **sections,
     )
-    state = init_state(config, load_model(found.base, config.model))
-    state = with_adapters(state, load_adapters(found, trained_only(state.model)))
-    before = {name: np.asarray(array) for name, array in named_arrays(state.model).items()}
+
+
+def _history(config: Config, state: TrainState, batches: list[dict[str, np.ndarray]]) -> tuple[TrainState, list[float]]:
+    """The state after training on the batches, and their losses."""
     step, losses = jax.jit(partial(train_step, resolved(config))), []
     for batch in batches:
         state, metrics = step(state, to_device(config, {name: batch[name] for name in fields(config)}))
         losses.append(float(metrics["loss"]))
-    after = named_arrays(state.model)
-    return losses, {name: not np.array_equal(array, np.asarray(after[name])) for name, array in before.items()}
+    return state, losses
 
 
 def _trained(
@@ -101,10 +141,10 @@ def _trained(
     found = importlib.import_module(module)
     config = getattr(found, f"{name}Config")(
         output_dir=str(directory / "trl"), max_steps=NUM_STEPS, per_device_train_batch_size=B, logging_steps=1,
-        learning_rate=OPTIMIZER.learning_rate, lr_scheduler_type="constant", weight_decay=OPTIMIZER.weight_decay,
+        lr_scheduler_type="constant", weight_decay=OPTIMIZER.weight_decay,
         adam_beta1=OPTIMIZER.b1, adam_beta2=OPTIMIZER.b2, adam_epsilon=OPTIMIZER.eps, max_grad_norm=0.0, use_cpu=True,
         bf16=False, activation_checkpointing=False, save_strategy="no", report_to=[], disable_tqdm=True, max_length=T // 2,
-        **settings,
+        **({"learning_rate": OPTIMIZER.learning_rate} | settings),
     )  # fmt: skip
     trains = getattr(found, f"{name}Trainer")(
         model=model, args=config, processing_class=_tokenizer(), train_dataset=_answers(is_single=name == "KTO")
@@ -165,7 +205,9 @@ def _rows(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         )
         return own | {OTHER + name: values for name, values in other.items()}
     else:
-        of_batch = (batch["input_ids"], batch["completion_mask"], batch["attention_mask"])
+        # A reward model reads whole texts.
+        is_learnt = batch.get("completion_mask", batch["attention_mask"])
+        of_batch = (batch["input_ids"], is_learnt, batch["attention_mask"])
         sides = [(*(array[half] for array in of_batch), number) for number, half in ((1, slice(B)), (2, slice(B, None)))]
     return _row(sides)
 

@@ -69,7 +69,7 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
         share = (2 * parts + 1) / (4 * parts) if parts > 1 else 1
         attention = (7 + again_forward) * 2 * L * heads * seq_len * share
     tokens, work = config.train.global_batch_size * seq_len, StageWork.of(config, run.mesh)
-    table = model.vocab_size * model.embed_dim
+    table = model.head_rows * model.embed_dim
     head = (6.0 if output_weight(model) in trained_weights(config, model) else 4.0) * table
     of_adapters = adapter_matmul_params(config, model)
     again += of_adapters / L if again else 0
