@@ -1,5 +1,7 @@
 """Log-probabilities of targets, in chunks of a split vocabulary, against the plain formula: values and gradients."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from llamajax.step.log_probs import target_log_probs
 B, T, D, V = 4, 6, 8, 32
 
 
-def plain(hidden: jax.Array, head: jax.Array, targets: np.ndarray) -> jax.Array:
+def plain(hidden: Any, head: Any, targets: np.ndarray) -> jax.Array:
     """The definition, on one device, with every logit at once."""
     found = jax.nn.log_softmax(jnp.einsum("BTD,VD->BTV", hidden, head))
     return jnp.where(targets != IGNORE, jnp.take_along_axis(found, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0], 0.0)
@@ -42,7 +44,7 @@ def test_values_and_gradients_are_those_of_the_definition(axes, monkeypatch):
         def ours(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
             lies = {"stored": ("vocab", "embed"), "compute": ("vocab", None)}
             stored = weight(head.shape, head.dtype, **lies, init=lambda *_, out_sharding: head)
-            found = target_log_probs(hidden, gathered(stored, hidden.dtype)[...], given[1], V)
+            found: Any = target_log_probs(hidden, gathered(stored, hidden.dtype)[...], given[1], V)
             return jnp.sum(given[0] * found), found
 
         placed = jax.device_put(hidden, spec("batch", "seq", None)), jax.device_put(head, spec("vocab", "embed"))

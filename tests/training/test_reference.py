@@ -9,7 +9,7 @@ import pytest
 
 import llamajax
 from llamajax.config.run import Config
-from llamajax.errors import CheckpointError
+from llamajax.errors import CheckpointError, UserError
 from tests.test_library import load
 
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ def test_labelled_answers_are_for_kto_alone(folder, tmp_path):
     answers = [{"prompt": f"Is {n} red?", "completion": f"It is {n}.", "label": bool(n % 2)} for n in range(60)]
     (tmp_path / "labels.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     sources = {"data.sources": [{"kind": "preference", "paths": [tmp_path / "labels.jsonl"]}]}
-    with pytest.raises(llamajax.errors.UserError, match=r"has single answers with a label, but objective\.kind=dpo"):
+    with pytest.raises(UserError, match=r"has single answers with a label, but objective\.kind=dpo"):
         llamajax.train(dpo(folder, "labels", **sources))
     llamajax.train(dpo(folder, "kto", **sources, **{"objective.kind": "kto", "train.num_steps": 2}))
     assert losses(dpo(folder, "kto"))[0] == pytest.approx(0.5, abs=1e-4)
