@@ -15,6 +15,7 @@ from llamajax.planning.cost.flops import planned_flops
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.xla.compile import compile_for
 from llamajax.planning.xla.parse import parse
+from llamajax.step import loss
 from llamajax.step.resolve import resolve_planned
 from llamajax.step.state import abstract_state
 from llamajax.step.step import train_step
@@ -88,8 +89,10 @@ def test_a_loss_over_answers_computes_the_logits_again():
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_a_reference_below_adapters_is_computed_forward(kind):
-    """DPO has one such pass. KTO has three: with other answers, and the reference of both."""
+def test_a_reference_below_adapters_is_computed_forward(monkeypatch, kind):
+    """DPO has one such pass. KTO has three: with other answers, and the reference of both. XLA would share the logits of a
+    single chunk between the forward and the backward pass."""
+    monkeypatch.setattr(loss, "MAX_CHUNK_LOGITS", 512 * CONFIG.model.vocab_size)
     config = of_answers(CONFIG, kind).changed(
         {"adapters.kind": "lora", "parallel.stack": "scan", "train.global_batch_size": 2}
     )
