@@ -115,8 +115,13 @@ def test_a_run_is_called_like_its_file(tmp_path):
         load_config(tmp_path / "fifo")
 
 
-@pytest.mark.parametrize("name", ["llama3_1_8b_sft_8xh100", "llama3_1_8b_continue_8xh100", "llama3_1_8b_sft_1xrtx_4090"])
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted(shipped.FOLDER.glob("*.yaml")) if "init_from: hf://" in path.read_text()]
+)
 def test_a_fine_tuning_run_takes_fifteen_lines(name):
     lines = (shipped.FOLDER / f"{name}.yaml").read_text().splitlines()
     assert len([line for line in lines if not re.match(r"\s*(#|$)", line)]) <= 15
-    assert load_config(name).init_from == "hf://meta-llama/Llama-3.1-8B"
+    config = load_config(name)
+    assert config.init_from and config.init_from.startswith("hf://meta-llama/Llama-3.1-")
+    assert config.run_dir == f"runs/{name}"
+    assert config.adapters.enabled == ("lora_" in name)

@@ -25,9 +25,10 @@ class ExecutedFlops:
     """Matmul FLOPs of a step over all devices."""
 
     weights: float
-    """FLOPs of products with weights, forward and backward."""
+    """FLOPs of products with weights, forward and backward, and in passes without gradients."""
     recomputed: float
-    """The part of these FLOPs that `model.remat` repeats."""
+    """FLOPs of products with weights that the backward pass repeats: those that `model.remat` does not keep, and the logits
+    of a loss over answers."""
     attention: float
     """FLOPs of products of queries with keys and of weights with values, forward, backward and recomputed."""
     idle: float = 0.0
@@ -57,7 +58,8 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
         size * (lost.get(matrix.result or "", 0.0) if matrix.result in kept else 1.0) for matrix, size in matrices.items()
     )
     matmul_flops = matmul_flops_per_token(config, model)
-    again_forward = 2 if model.remat == "full" else 0
+    passes = config.objective.forward_passes(config.adapters)
+    again_forward = 2 * passes + (2 if model.remat == "full" else 0)
     # Two FLOPs per multiply-add, and six products in `flops_per_token`: it counts four for the backward pass.
     if (scores := computed_scores(run)) is not None:
         by_keys = 7 if planned_kernel(run)[0] == "tokamax" else 4
@@ -80,9 +82,10 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     run_each = work.stages * work.layers_per_chunk / (L * work.micro_batches)
     executed = run_each * (work.forward_passes * forward + work.backward_passes * (of_layers - forward))
     heads_run = work.stages * work.heads / work.micro_batches * share_of_head(config, run.mesh)
+    logits_again = 2.0 * table if config.objective.is_preference else 0.0
     return ExecutedFlops(
-        weights=float(matmul_flops) * tokens,
-        recomputed=2.0 * L * again * tokens,
+        weights=float(matmul_flops + 2 * passes * num_matmul_params(model)) * tokens,
+        recomputed=(2.0 * L * again + logits_again) * tokens,
         attention=attention * tokens,
         idle=tokens * (executed - of_layers + head * (heads_run - 1)),
     )
