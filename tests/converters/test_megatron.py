@@ -153,9 +153,14 @@ def test_conversations_are_in_the_models_template(tmp_path, capsys):
 def test_preferences_are_refused_before_anything_is_written(tmp_path, capsys):
     write_config(tmp_path)
     (tmp_path / "pairs.jsonl").touch()
-    sources = json.dumps([{"kind": "stdlib"}, {"kind": "preference", "paths": [str(tmp_path / "pairs.jsonl")]}])
-    assert export(tmp_path, "out", f"--data.sources={sources}") == 2
-    message = "data.sources[1].kind: Megatron-LM's files do not record which answer is chosen; remove the source"
+    sources = json.dumps([{"kind": "preference", "paths": [str(tmp_path / "pairs.jsonl")]}])
+    options = (
+        f"--data.sources={sources}",
+        "--objective.kind=orpo",
+        "--data.chat_template=configs/chat_templates/plain.jinja",
+    )
+    assert export(tmp_path, "out", *options) == 2
+    message = "data.sources[0].kind: Megatron-LM's files do not record which answer is chosen; remove the source"
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
