@@ -113,6 +113,6 @@ def test_a_fine_tuning_run_takes_fifteen_lines(name):
     lines = (shipped.FOLDER / f"{name}.yaml").read_text().splitlines()
     assert len([line for line in lines if not re.match(r"\s*(#|$)", line)]) <= 15
     config = load_config(name)
-    assert config.init_from and config.init_from.startswith("hf://meta-llama/Llama-3.1-")
+    assert (config.init_from or "").startswith("hf://meta-llama/Llama-3.1-")
     assert config.run_dir == f"runs/{name}"
     assert config.adapters.enabled == ("lora_" in name)
