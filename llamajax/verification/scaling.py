@@ -17,6 +17,7 @@ from llamajax.config.keys import keys
 from llamajax.config.model import DType, ModelConfig
 from llamajax.config.offload import ON_CARD
 from llamajax.config.parallel import AXES, PLAIN, DistributedConfig, MeshConfig, axes_of, num_parts, product
+from llamajax.config.quantized import LARGEST_BLOCK
 from llamajax.config.run import Config
 from llamajax.config.watch import ProfileConfig
 from llamajax.errors import ConfigError
@@ -105,7 +106,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
     per_device = _few(max(1, train.global_batch_size // train.grad_accum_steps // replicas), 2)
     axes: dict[str, Any] = dict(scaled)
     return config.changed(
-        _scaled_model(config.model, scaled_heads(config.model, configured, scaled), splits)
+        _scaled_model(config, scaled_heads(config.model, configured, scaled), splits, scaled)
         | {key: "float32" for key, _, field in keys(Config) if DType in (field.type, *typing.get_args(field.type))}
         | {
             "mesh": MeshConfig(**axes, stages=stages, num_cpu_devices=math.prod(scaled.values())),
@@ -194,9 +195,12 @@ def _scaled_size(size: int, target: int, splits: Splits) -> int:
     return min(range(1, most + 1), key=lambda own: (*_misfit(size, own, splits), abs(own - target)))
 
 
-def _scaled_model(model: ModelConfig, heads: tuple[int, int], splits: Splits) -> dict[str, Any]:
-    targets = {"vocab_size": 96, "embed_dim": 32, "mlp_dim": 48}
+def _scaled_model(config: Config, heads: tuple[int, int], splits: Splits, scaled: Mapping[str, int]) -> dict[str, Any]:
+    model, targets = config.model, {"vocab_size": 96, "embed_dim": 32, "mlp_dim": 48}
     sizes = {name: _scaled_size(getattr(model, name), target, splits) for name, target in targets.items()}
+    if config.adapters.is_quantized:  # every part of a split matrix has whole blocks
+        parts = {"embed_dim": num_parts("embed_tensor", scaled), "mlp_dim": num_parts("mlp", scaled)}
+        sizes |= {name: LARGEST_BLOCK * count for name, count in parts.items() if count > 1}
     kv_heads, groups = heads
     sizes |= {"num_kv_heads": kv_heads, "num_heads": kv_heads * groups}
     sizes["head_dim"] = min(model.head_dim, 8)
