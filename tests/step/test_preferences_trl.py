@@ -53,7 +53,12 @@ CASES: dict[str, tuple[ObjectiveConfig, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "case", ["dpo", pytest.param("dpo-nll", marks=LONG), "ipo", "kto", "orpo", "simpo", pytest.param("cpo", marks=LONG)]
+)
 def test_losses_are_those_of_trl(case, tmp_path, monkeypatch):
     objective, trainer, settings = CASES[case]
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -68,7 +73,7 @@ def test_losses_are_those_of_trl(case, tmp_path, monkeypatch):
     assert all(is_changed == names.is_adapter(name) for name, is_changed in changed.items())
 
 
-@pytest.mark.parametrize("center_weight", [0.0, 0.1])
+@pytest.mark.parametrize("center_weight", [pytest.param(0.0, marks=LONG), 0.1])
 def test_losses_of_a_reward_model_are_those_of_trl(center_weight, tmp_path):
     theirs = _write_reward_model(tmp_path / "base", tiny(num_layers=2, num_kv_heads=2, head="score"))
     settings = {"center_rewards_coefficient": center_weight or None, "learning_rate": 1e-3}
