@@ -121,7 +121,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
     head: Head = "vocabulary"
-    """What reads the last states. `vocabulary`: a row for each token, which gives the logits of the next one. `score`: a
+    """Last matrix of the model. `vocabulary`: a row for each token, which gives the logits of the next one. `score`: a
     single row, which gives a text its score; then `tie_embeddings` has no effect. A file with `objective.kind: reward` may
     leave it out."""
     init_std: PositiveFloat = 0.02

@@ -28,7 +28,7 @@ _READ_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Section):
-    """What the steps of the run minimize: the loss of the next token, or a loss over preferred and rejected answers."""
+    """Loss that the run minimizes: of the next token, or over preferred and rejected answers."""
 
     kind: ObjectiveKind = "next_token"
     """`next_token`: cross-entropy of every learned token. The others need sources of kind `preference`: `dpo`

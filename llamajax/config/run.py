@@ -63,7 +63,7 @@ class Config(Settings):
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     """Low-rank adapters that are trained in place of the weights of `init_from`."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What the steps minimize."""
+    """Loss that the run minimizes."""
     init_changes: tuple[InitChange, ...] = ()
     """Settings of the model that this run changes deliberately, such as [rope_theta, rope_scaling] for longer contexts. In
     all other settings that change what the model computes, weights and run must agree."""

@@ -37,7 +37,7 @@ Sides = Float32[Array, "B T 2"]
 
 
 class Whole(NamedTuple):
-    """What the loss of a micro-batch has to know of all micro-batches of its step."""
+    """Figures of a whole step that the loss of each of its micro-batches needs."""
 
     num_counted: Int32[Array, ""]
     """Number of pairs; for KTO, of answers."""

@@ -67,7 +67,7 @@ class Dataset:
     train_places: tuple[RowPlaces, ...]
     """Training rows of each source, of the first stage's length, in order."""
     objective: ObjectiveKind
-    """What the rows are read for."""
+    """Objective of the run, which decides the fields of a row."""
     reference: Callable[[int], Row] | None
     """Returns the reference's fields of a row by its number; None: there are none."""
     preferences: tuple[Literal["pairs", "labels"] | None, ...]
