@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("processes", "each"), [(1, 60), pytest.param(2, 150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("processes", "each"), [(1, 60), pytest.param(2, 150, marks=pytest.mark.long)])
 def test_mutated_directories(processes, each, tmp_path):
     running = []
     for seed in range(processes):

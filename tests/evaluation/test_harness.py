@@ -333,6 +333,7 @@ def test_a_model_without_a_template(model_dir, tasks_dir, tmp_path):
         evaluate.run(settings(tmp_path, tasks_dir, apply_chat_template=True))
 
 
+@pytest.mark.long
 def test_the_command_never_imports_torch(model_dir, tasks_dir, tmp_path):
     script = (
         "import runpy, sys\n"

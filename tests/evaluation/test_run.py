@@ -220,7 +220,7 @@ def test_other_rows_types_and_documents(finished, tmp_path, capsys):
     assert "warning" not in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_in_stages_is_evaluated_in_the_rows_it_began_with_unless_others_are_asked_for(finished, tmp_path, capsys):
     first, second = finished.data.sources
     late = {"data.sources": (first, replace(second, weight=0.0)), "run_dir": str(tmp_path / "run")}

@@ -100,7 +100,9 @@ def num_runs(module: Module, kernel: str, computation: Computation | None = None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
-@pytest.mark.parametrize(("window", "kv_heads", "stack"), [(None, 8, "scan"), (512, 2, "prefetch")])
+@pytest.mark.parametrize(
+    ("window", "kv_heads", "stack"), [(None, 8, "scan"), pytest.param(512, 2, "prefetch", marks=pytest.mark.long)]
+)
 def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads, stack):
     shape = {"model.sliding_window": window, "model.num_kv_heads": kv_heads, "parallel.stack": stack}
     config = CONFIG.changed(shape | {"model.attend_across_documents": True, "model.remat": "save_attention"})

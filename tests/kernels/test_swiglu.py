@@ -84,16 +84,21 @@ SHARED = {"mesh": MeshConfig(fsdp=-1, tensor=4)}
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize(
-    ("remat", "changes", "runs"),  # of each value one in CI
+    ("remat", "changes", "runs"),
     [
         ("none", {}, 1),
-        pytest.param("full", {}, 1, marks=pytest.mark.long),
-        pytest.param("save_attention_qkv_mlp", {}, 1, marks=pytest.mark.long),
-        pytest.param("save_attention", {"parallel.stack": "scan"}, 1, marks=pytest.mark.long),
-        ("save_attention_qkv_mlp", {"parallel.stack": "scan"}, 0),
-        ("full", SHARED | {"parallel.tensor": "collective"}, 1),
-        ("full", SHARED | {"parallel.tensor": "ring"}, 0),
-        ("full", {"model.matmul_dtype": "float8"}, 0),
+        *(
+            pytest.param(*how, marks=pytest.mark.long)
+            for how in (
+                ("full", {}, 1),
+                ("save_attention_qkv_mlp", {}, 1),
+                ("save_attention", {"parallel.stack": "scan"}, 1),
+                ("save_attention_qkv_mlp", {"parallel.stack": "scan"}, 0),
+                ("full", SHARED | {"parallel.tensor": "collective"}, 1),
+                ("full", SHARED | {"parallel.tensor": "ring"}, 0),
+                ("full", {"model.matmul_dtype": "float8"}, 0),
+            )
+        ),
     ],
 )
 def test_a_layer_runs_it_once_where_it_reads_whole_gates(remat, changes, runs):

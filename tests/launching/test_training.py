@@ -74,7 +74,7 @@ def test_a_run_of_which_a_process_is_killed_goes_on_by_itself_with_the_same_loss
     assert runs.losses(run_dir) == runs.losses(tmp_path / "whole" / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_begun_on_fewer_devices_goes_on_with_other_micro_batches(tmp_path):
     """The first batch, two of four rows, has too few micro-batches for all devices."""
     mesh = ("--mesh.fsdp=-1", "--mesh.sequence=1", "--mesh.tensor=1")

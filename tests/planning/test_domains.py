@@ -78,7 +78,7 @@ def compiled(config: Config) -> Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head", "tied"), [("last", False), ("shared", True)])
+@pytest.mark.parametrize(("head", "tied"), [("last", False), pytest.param("shared", True, marks=pytest.mark.long)])
 def test_only_activations_the_ends_and_scalars_cross_domains(head, tied):
     """Per device: an activation and a gradient in every tick, weights and gradients of the ends once, and scalars."""
     config = two_domains(**{"parallel.pipeline_head": head, "model.tie_embeddings": tied})

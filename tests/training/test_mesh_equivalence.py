@@ -33,9 +33,14 @@ ODD = tiny_config(
 BASES = {"tiny": tiny_config(), "tied": tiny_config().changed({"model.tie_embeddings": True}), "odd": ODD}
 # One weight's gradient is 2e-8 among ones of 4e-3, whose rounding is 3e-9: with an eps of 1e-8 Adam would make a step of it.
 ROUNDED = {"train.num_steps": 5, "optimizer.eps": 1e-5}
-SHARED = [(1, 2, 1, 4), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in [(1, 1, 1, 8), (2, 1, 2, 2)])]
+SHARED = [
+    (1, 2, 1, 4),
+    pytest.param((2, 1, 2, 2), marks=pytest.mark.slow),
+    pytest.param((1, 1, 1, 8), marks=pytest.mark.long),
+]
 """Some of these meshes, which share matmuls."""
 EVERYDAY = [((1, 2, 2, 2), 2), ((2, 2, 1, 2), 4)]
+SAMPLED = [((8, 1, 1, 1), 2), ((1, 1, 8, 1), 1), ((1, 1, 1, 8), 1)]
 
 
 def run_steps(config: Config, mesh: jax.sharding.Mesh) -> list[dict[str, np.ndarray]]:
@@ -79,13 +84,9 @@ def reference(config: Config) -> list[dict[str, np.ndarray]]:
 
 
 def cases():
-    """A few every day; `slow` has some meshes with one number of micro-batches, `long` all with all three."""
-    for number, sizes in enumerate(MESHES):
-        for accumulation in (1, 2, 4):
-            everyday = (sizes, accumulation) in EVERYDAY
-            sampled = accumulation == (1, 2, 4)[number % 3] and (number % 4 == 0 or 8 in sizes)
-            marks = () if everyday else pytest.mark.slow if sampled else pytest.mark.long
-            yield pytest.param(sizes, accumulation, marks=marks)
+    """A few every day; `slow` has some meshes of one axis, `long` all meshes with all numbers of micro-batches."""
+    for case in itertools.product(MESHES, (1, 2, 4)):
+        yield pytest.param(*case, marks=() if case in EVERYDAY else pytest.mark.slow if case in SAMPLED else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("sizes", "accumulation"), list(cases()))
@@ -107,13 +108,18 @@ def test_odd_sizes_equal_those_of_one_device(sizes):
             pytest.param(form, sizes, model, marks=pytest.mark.slow)
             for form, sizes, model in [
                 ("ring", (2, 1, 4, 1), {"model.sliding_window": 5}),
+                ("ulysses", (1, 2, 2, 2), {"model.attend_across_documents": True}),
+                ("ulysses", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
+            ]
+        ),
+        *(
+            pytest.param(form, sizes, model, marks=pytest.mark.long)
+            for form, sizes, model in [
                 ("ring", (1, 1, 8, 1), {"model.remat": "full"}),
                 ("ring", (2, 1, 2, 2), {"model.attend_across_documents": True}),
+                ("ring", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
                 ("ulysses", (2, 2, 2, 1), {"model.sliding_window": 5}),
                 ("ulysses", (1, 1, 8, 1), {"model.num_kv_heads": 2, "model.remat": "save_attention_qkv"}),
-                ("ulysses", (1, 2, 2, 2), {"model.attend_across_documents": True}),
-                ("ring", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
-                ("ulysses", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
             ]
         ),
     ],
@@ -134,13 +140,6 @@ def test_a_ring_over_the_tensor_axis_equals_one_device(sizes):
         *(
             pytest.param(sizes, changes, marks=pytest.mark.slow)
             for sizes, changes in [
-                ((2, 2, 1, 2), {"model.remat": "full", "train.grad_accum_steps": 2}),
-                ((2, 4, 1, 1), {"model.remat": "save_attention_qkv_mlp", "train.grad_accum_steps": 4}),
-                (
-                    (2, 4, 1, 1),
-                    {"parallel.stack": "unrolled", "model.remat": "save_attention_qkv", "train.grad_accum_steps": 2},
-                ),
-                ((1, 2, 2, 2), {"parallel.stack": "unrolled", "model.remat": "full", "parallel.tensor": "ring"}),
                 ((8, 1, 1, 1), {"parallel.stack": "unrolled", "parallel.zero_data": 1, "parallel.grad_reduce": "step"}),
                 ((1, 2, 2, 2), {"model.remat": "full", "parallel.tensor": "ring", "parallel.sequence": "ring"}),
             ]
@@ -148,6 +147,13 @@ def test_a_ring_over_the_tensor_axis_equals_one_device(sizes):
         *(
             pytest.param(sizes, changes, marks=pytest.mark.long)
             for sizes, changes in [
+                ((2, 2, 1, 2), {"model.remat": "full", "train.grad_accum_steps": 2}),
+                ((2, 4, 1, 1), {"model.remat": "save_attention_qkv_mlp", "train.grad_accum_steps": 4}),
+                (
+                    (2, 4, 1, 1),
+                    {"parallel.stack": "unrolled", "model.remat": "save_attention_qkv", "train.grad_accum_steps": 2},
+                ),
+                ((1, 2, 2, 2), {"parallel.stack": "unrolled", "model.remat": "full", "parallel.tensor": "ring"}),
                 ((2, 1, 2, 2), {"model.remat": "none", "train.grad_accum_steps": 2}),
                 ((1, 8, 1, 1), {"model.remat": "none"}),
                 ((8, 1, 1, 1), {"model.remat": "save_attention"}),
@@ -177,13 +183,13 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
                     1,
                     {"parallel.stack": "prefetch", "model.remat": "save_attention", "parallel.sequence": "ring"},
                 ),
-                ((2, 2, 2, 1), 2, {"parallel.stack": "scan", "model.remat": "save_attention_qkv"}),
+                ((2, 2, 2, 1), 0, {"parallel.stack": "scan", "model.remat": "save_attention_qkv"}),
                 ((1, 8, 1, 1), 0, {"parallel.stack": "scan", "model.remat": "none"}),
                 ((2, 4, 1, 1), 0, {"parallel.stack": "prefetch", "model.remat": "full", "train.grad_accum_steps": 2}),
                 ((8, 1, 1, 1), 1, {"parallel.stack": "prefetch", "parallel.zero_data": 1, "parallel.grad_reduce": "step"}),
-                ((1, 2, 4, 1), 2, {"parallel.stack": "prefetch", "parallel.sequence": "ulysses", "model.remat": "full"}),
+                ((1, 2, 4, 1), 0, {"parallel.stack": "prefetch", "parallel.sequence": "ulysses", "model.remat": "full"}),
                 ((1, 2, 1, 4), 0, {"parallel.stack": "prefetch", "parallel.zero": 2, "parallel.tensor": "ring"}),
-                ((1, 2, 2, 2), 2, {"parallel.stack": "unrolled", "model.remat": "full", "parallel.sequence": "ring"}),
+                ((1, 2, 2, 2), 0, {"parallel.stack": "unrolled", "model.remat": "full", "parallel.sequence": "ring"}),
             ]
         ),
     ],
@@ -202,22 +208,22 @@ def test_layers_that_take_turns_equal_one_device(sizes, num_sliding, changes):
             pytest.param(base, sizes, changes, marks=pytest.mark.slow)
             for base, sizes, changes in [
                 ("tiny", (2, 2, 2, 1), {"zero": 1, "accumulation": 2}),
-                ("odd", (2, 1, 1, 4), {"zero_data": 1, "stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
-                ("tiny", (1, 8, 1, 1), {"grad_reduce": "step", "stack": "prefetch", "accumulation": 4, "remat": "none"}),
                 ("tiny", (2, 2, 1, 2), {"zero": 2, "stack": "prefetch", "remat": "save_attention", "accumulation": 4}),
-                (
-                    "tiny",
-                    (1, 2, 2, 2),
-                    {"zero": 1, "stack": "prefetch", "sequence": "ring", "tensor": "ring", "accumulation": 2},
-                ),
                 ("tiny", (1, 2, 4, 1), {"zero": 2, "stack": "prefetch", "sequence": "ulysses", "grad_reduce": "step"}),
                 ("tied", (2, 2, 1, 2), {"zero_data": 1, "grad_reduce": "step", "stack": "prefetch", "accumulation": 2}),
-                ("odd", (1, 2, 1, 4), {"zero": 2, "stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
             ]
         ),
         *(
             pytest.param(base, sizes, changes, marks=pytest.mark.long)
             for base, sizes, changes in [
+                ("odd", (2, 1, 1, 4), {"zero_data": 1, "stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
+                ("odd", (1, 2, 1, 4), {"zero": 2, "stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
+                ("tiny", (1, 8, 1, 1), {"grad_reduce": "step", "stack": "prefetch", "accumulation": 4, "remat": "none"}),
+                (
+                    "tiny",
+                    (1, 2, 2, 2),
+                    {"zero": 1, "stack": "prefetch", "sequence": "ring", "tensor": "ring", "accumulation": 2},
+                ),
                 ("tiny", (4, 2, 1, 1), {"grad_reduce": "micro", "accumulation": 4, "stack": "prefetch"}),
                 ("tiny", (1, 4, 2, 1), {"zero": 2}),
                 ("tiny", (2, 2, 1, 2), {"grad_reduce": "step", "accumulation": 2}),
@@ -238,8 +244,12 @@ def test_stages_of_zero_and_times_of_reduction_equal_one_device(base, sizes, cha
     ("base", "frozen", "sizes", "changes"),
     [
         ("tiny", ("layers.attention", "head"), (1, 2, 2, 2), {"zero": 1, "accumulation": 2}),
+        pytest.param(
+            *("tied", ("layers",), (2, 2, 2, 1), {"stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
+            marks=pytest.mark.slow,
+        ),
         *(
-            pytest.param(base, frozen, sizes, changes, marks=pytest.mark.slow)
+            pytest.param(base, frozen, sizes, changes, marks=pytest.mark.long)
             for base, frozen, sizes, changes in [
                 (
                     "tiny",
@@ -248,14 +258,8 @@ def test_stages_of_zero_and_times_of_reduction_equal_one_device(base, sizes, cha
                     {"stack": "prefetch", "zero_data": 1, "grad_reduce": "step", "accumulation": 2},
                 ),
                 ("tied", ("embedding",), (2, 2, 1, 2), {"stack": "unrolled", "grad_reduce": "step", "accumulation": 2}),
-                ("tied", ("layers",), (2, 2, 2, 1), {"stack": "prefetch", "grad_reduce": "step", "accumulation": 2}),
                 ("odd", ("mlp", "bias"), (2, 1, 2, 2), {"zero": 2, "zero_data": 1, "accumulation": 2}),
                 ("odd", ("head", "final_norm"), (1, 2, 1, 4), {"remat": "full", "tensor": "ring"}),
-            ]
-        ),
-        *(
-            pytest.param(base, frozen, sizes, changes, marks=pytest.mark.long)
-            for base, frozen, sizes, changes in [
                 ("tiny", ("embedding",), (1, 8, 1, 1), {"zero": 2, "stack": "prefetch"}),
                 ("tiny", ("embedding",), (2, 2, 1, 2), {"zero": 1, "stack": "unrolled", "accumulation": 2}),
                 ("tiny", ("w_down", "wqkv"), (2, 4, 1, 1), {"zero": 1, "stack": "prefetch", "accumulation": 2}),
@@ -274,15 +278,20 @@ def test_what_is_left_when_weights_are_frozen_equals_one_device(base, frozen, si
         *(
             pytest.param(sizes, changes, marks=pytest.mark.slow)
             for sizes, changes in [
+                ((2, 4, 1, 1), {"parallel.stack": "prefetch", "parallel.zero": 2, "parallel.zero_data": 1}),
+                ((2, 2, 1, 2), {"parallel.stack": "prefetch", "parallel.grad_reduce": "step", "train.grad_accum_steps": 2}),
+                ((1, 4, 2, 1), {"parallel.zero": 1, "parallel.sequence": "ulysses"}),
+            ]
+        ),
+        *(
+            pytest.param(sizes, changes, marks=pytest.mark.long)
+            for sizes, changes in [
                 ((1, 4, 1, 2), {}),
                 ((1, 2, 1, 4), {"parallel.tensor": "ring", "model.num_kv_heads": 4}),
                 (
                     (1, 2, 2, 2),
                     {"parallel.stack": "prefetch", "parallel.tensor": "ring", "model.remat": "save_attention_qkv"},
                 ),
-                ((2, 4, 1, 1), {"parallel.stack": "prefetch", "parallel.zero": 2, "parallel.zero_data": 1}),
-                ((2, 2, 1, 2), {"parallel.stack": "prefetch", "parallel.grad_reduce": "step", "train.grad_accum_steps": 2}),
-                ((1, 4, 2, 1), {"parallel.zero": 1, "parallel.sequence": "ulysses"}),
             ]
         ),
     ],
@@ -297,7 +306,7 @@ def test_matmuls_in_float8_equal_those_of_one_device(dtype, tolerance, sizes, ch
     check(alone, sizes, {"model.remat": "full"} | changes, tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_copied_heads_in_float8_are_as_near_to_what_is_not_rounded():
     """Each copy of a head rounds the gradient of its own queries, where one device rounds their sum: other numbers, which
     are no farther from those that nothing rounds, but for chance."""

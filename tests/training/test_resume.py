@@ -161,7 +161,7 @@ def test_a_pipeline_continues_without_stages_and_with_them_again(unbroken, tmp_p
     assert_close_to_unbroken(unbroken, run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_devices_without_stages_take_over_from_stages_of_unequal_speed(tmp_path):
     """From programs of two stages to fsdp 8, half way: equal arrays, then the losses of the unbroken run."""
     config, run_dir = runs.write_config(tmp_path, num_steps=10), tmp_path / "taken over"
@@ -246,7 +246,7 @@ def test_two_processes_train_like_one(unbroken, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_process_ends_the_others_training_with_one_line(unbroken, tmp_path, victim):
     run_dir = tmp_path / "run"
     processes = start_two(unbroken, f"--run_dir={run_dir}")

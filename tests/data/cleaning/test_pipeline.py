@@ -145,7 +145,7 @@ from llamajax.data.cleaning import language, scan
 from tests.data.cleaning.cleaned import contents, run_clean
 from tests.data.cleaning.test_pipeline import all_steps, mixed_sources
 
-folder = Path(sys.argv[1])
+folder, stride = Path(sys.argv[1]), int(sys.argv[2])
 file_groups.GROUP_BYTES, scan.CHUNK_DOCUMENTS = 40_000, 50
 sources, config = mixed_sources(folder, chars=500), all_steps(folder)
 language.known_languages()
@@ -182,16 +182,15 @@ while True:
     killed_in |= {name for name in left if name not in (".tmp", "lock")}
     assert run(cache_dir, 0) == 0
     assert contents(cache_dir) == expected, kill_at
-    kill_at += 4 if kill_at > 30 else 1
+    kill_at += stride * (4 if kill_at > 30 else 1)
 print(kill_at, *sorted(killed_in))
 """
 
 
-@pytest.mark.slow
-def test_killed_at_any_write_it_ends_with_the_same_bytes(tmp_path):
-    outcome = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=runs.ROOT, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("stride", [pytest.param(7, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
+def test_killed_at_any_write_it_ends_with_the_same_bytes(tmp_path, stride):
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(stride)]
+    outcome = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     num_kills, *seen = outcome.stdout.split()
     assert int(num_kills) > 40

@@ -174,6 +174,6 @@ def test_all_characters_are_all_that_are_known():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Mistral v3", "Llama 3", "Qwen 2"])
+@pytest.mark.parametrize("kind", ["Mistral v3", "Llama 3", pytest.param("Qwen 2", marks=pytest.mark.long)])
 def test_published_tokenizers_are_taken(tmp_path, kind):
     assert differing_text(KINDS[kind](tmp_path)) is None
