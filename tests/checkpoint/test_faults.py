@@ -138,10 +138,10 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path):
     assert_a_killed_writer_loses_nothing(tmp_path, random.Random(0))
 
 
-@pytest.mark.slow
-def test_ten_kills_lose_nothing(tmp_path):
+@pytest.mark.parametrize("num_kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.long)])
+def test_kills_lose_nothing(tmp_path, num_kills):
     rng = random.Random(1)
-    for _ in range(10):
+    for _ in range(num_kills):
         assert_a_killed_writer_loses_nothing(tmp_path, rng)
 
 

@@ -24,12 +24,12 @@ from tests.kernels.split_rows import SCALE, check, check_bf16, results, zigzag
         ({"sequence": 3, "fsdp": 2}, {"T": 18, "window": 2}),  # a chunk is 3, a device's part 6
         ({"sequence": 4}, {"T": 40, "window": 12, "K": 1, "G": 4}),  # 5 and 10
         ({"fsdp": 2, "sequence": 2, "tensor": 2}, {"window": 20}),
-        pytest.param({"sequence": 8}, {}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "sequence": 4}, {"K": 4, "G": 1, "packed": False}, marks=pytest.mark.slow),
+        pytest.param({"sequence": 8}, {}, marks=pytest.mark.long),
+        pytest.param({"data": 2, "sequence": 4}, {"K": 4, "G": 1, "packed": False}, marks=pytest.mark.long),
         pytest.param({"sequence": 4, "tensor": 2}, {"window": 1}, marks=pytest.mark.slow),
         pytest.param({"sequence": 6}, {"T": 36, "packed": False}, marks=pytest.mark.slow),
-        pytest.param({"sequence": 8}, {"T": 48, "window": 25, "packed": False}, marks=pytest.mark.slow),
-        pytest.param({"sequence": 7}, {"T": 14, "window": 5}, marks=pytest.mark.slow),
+        pytest.param({"sequence": 8}, {"T": 48, "window": 25, "packed": False}, marks=pytest.mark.long),
+        pytest.param({"sequence": 7}, {"T": 14, "window": 5}, marks=pytest.mark.long),
     ],
 )
 def test_equals_one_device(axes, case):
@@ -40,7 +40,7 @@ def test_bf16_is_as_near_as_gathered_keys_and_values():
     check_bf16("ring")
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_chunks_of_queries_change_nothing(monkeypatch, packed):
     whole = results("ring", sequence=4, packed=packed)
     monkeypatch.setattr(plain, "MAX_CHUNK_SCORES", 2 * 2 * 2 * 4)  # one query of the four in a chunk, or of eight

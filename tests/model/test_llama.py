@@ -215,9 +215,10 @@ def _drawn(config: ModelConfig) -> Llama:
     "axes",
     [
         MIXED,
+        pytest.param(MeshConfig(sequence=8), marks=pytest.mark.slow),
         *(
-            pytest.param(axes, marks=pytest.mark.slow)
-            for axes in (MeshConfig(data=4, tensor=2), MeshConfig(data=2, sequence=2), MeshConfig(sequence=8))
+            pytest.param(axes, marks=pytest.mark.long)
+            for axes in (MeshConfig(data=4, tensor=2), MeshConfig(data=2, sequence=2))
         ),
     ],
 )
@@ -277,7 +278,11 @@ def test_remat_policies_keep_what_they_say():
 
 @pytest.mark.parametrize(
     "remat",
-    ["none", *(pytest.param(f"save_attention{more}", marks=pytest.mark.slow) for more in ("", "_qkv", "_qkv_mlp"))],
+    [
+        "none",
+        pytest.param("save_attention_qkv_mlp", marks=pytest.mark.slow),
+        *(pytest.param(f"save_attention{more}", marks=pytest.mark.long) for more in ("", "_qkv")),
+    ],
 )
 def test_remat_changes_no_value(remat: str):
     jax.set_mesh(single_device_mesh())

@@ -85,8 +85,8 @@ FRACTIONS = [
     pytest.param(0.0, "prefetch", marks=pytest.mark.slow),
     pytest.param(0.25, "prefetch", marks=pytest.mark.long),
     pytest.param(0.5, "prefetch"),
-    pytest.param(1.0, "prefetch", marks=pytest.mark.slow),
-    pytest.param(0.5, "unrolled", marks=pytest.mark.slow),
+    pytest.param(1.0, "prefetch", marks=pytest.mark.long),
+    pytest.param(0.5, "unrolled", marks=pytest.mark.long),
 ]
 
 
@@ -106,7 +106,7 @@ def test_saved_values_take_the_bytes_of_the_formula_on_the_host_and_none_on_the_
     assert schedule.memory.fits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_rows_of_other_tokens_are_computed_again_and_attention_never_is():
     saved, half, none = (
         compiled(config(OffloadConfig(activations=EVERY, fraction=fraction))).timeline for fraction in (1.0, 0.5, 0.0)
@@ -121,7 +121,7 @@ def test_the_rows_of_other_tokens_are_computed_again_and_attention_never_is():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stack", ["prefetch", "unrolled"])
+@pytest.mark.parametrize("stack", ["prefetch", pytest.param("unrolled", marks=pytest.mark.long)])
 def test_nothing_waits_for_copies_that_are_shorter_than_a_layer(stack):
     schedule = compiled(config(OffloadConfig(activations=WHOLE), stack=stack, remat="save_attention"))
     timeline = schedule.timeline

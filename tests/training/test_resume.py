@@ -91,19 +91,21 @@ def kill_and_resume(config: pathlib.Path, run_dir: pathlib.Path, num_kills: int,
         assert starts(run_dir)[len(earlier_starts) :] in ([], [max(committed, default=0)])
 
 
+@pytest.mark.slow
 def test_a_run_killed_twice_ends_like_the_unbroken_one(unbroken, tmp_path):
     kill_and_resume(unbroken, tmp_path / "run", num_kills=2, seed=0)
     assert_same_end(unbroken, tmp_path / "run")
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_kills", [5, 20])
 def test_a_run_killed_again_and_again_ends_like_the_unbroken_one(unbroken, tmp_path, num_kills):
     kill_and_resume(unbroken, tmp_path / "run", num_kills, seed=1)
     assert_same_end(unbroken, tmp_path / "run")
 
 
-@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sigterm_saves_the_step_in_progress_and_exits_with_0(unbroken, tmp_path, distributed):
     """Also where jax.distributed takes the signal, as in a Slurm job of one task."""
     run_dir = runs.cut(unbroken.parent / "run", tmp_path / "run", NUM_STEPS // 2)
@@ -145,7 +147,7 @@ def test_another_mesh_takes_over_with_the_same_arrays_and_rows(unbroken, tmp_pat
     assert_close_to_unbroken(unbroken, run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pipeline_continues_without_stages_and_with_them_again(unbroken, tmp_path):
     """Stopped on two stages, then on fsdp 8, and finished on the stages: rows and losses stay."""
     run_dir = runs.cut(unbroken.parent / "run", tmp_path / "run", NUM_STEPS // 2)
@@ -228,7 +230,7 @@ def eval_losses(run_dir: pathlib.Path) -> dict[int, float]:
     return {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_like_one(unbroken, tmp_path):
     """Four devices each, joined over loopback; stopped by a SIGTERM to one of them, then resumed to the end."""
     run_dir = runs.cut(unbroken.parent / "run", tmp_path / "run", NUM_STEPS // 2)
@@ -259,7 +261,7 @@ def test_a_killed_process_ends_the_others_training_with_one_line(unbroken, tmp_p
     processes[victim].communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_in_other_directories_are_not_one_run(unbroken, tmp_path):
     """A relative run directory: the first process would go on from a checkpoint, the second begin."""
     directories = (tmp_path / "first", tmp_path / "second")
