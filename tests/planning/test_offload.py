@@ -140,11 +140,11 @@ def test_without_a_place_on_the_host_the_values_are_on_the_card():
 
 
 STATES = [
-    pytest.param(1.0, "none", 1, {"fsdp": 8}, 8, marks=pytest.mark.long),
-    pytest.param(1.0, "none", 2, {"data": 2, "fsdp": 2, "tensor": 2}, 8, marks=pytest.mark.slow),
+    pytest.param(1.0, "none", 1, {"fsdp": 8}, 8, marks=pytest.mark.slow),
+    pytest.param(1.0, "none", 2, {"data": 2, "fsdp": 2, "tensor": 2}, 8, marks=pytest.mark.long),
     pytest.param(0.5, "none", 1, {"fsdp": 8}, 8, marks=pytest.mark.long),
     pytest.param(1.0, "all", 1, {"fsdp": 1}, 1, marks=pytest.mark.long),
-    pytest.param(1.0, "all", 2, {"data": 2, "fsdp": 4}, 8, marks=pytest.mark.slow),
+    pytest.param(1.0, "all", 2, {"data": 2, "fsdp": 4}, 8, marks=pytest.mark.long),
 ]
 
 
