@@ -438,14 +438,15 @@ def test_objectives_are_dumped_and_loaded():
         assert load_config("my.yaml") == config
 
 
-def test_whatever_the_file_holds_is_a_configuration_or_a_mistake(everything):
+@pytest.mark.parametrize("num_files", [500, pytest.param(2000, marks=pytest.mark.long)])
+def test_whatever_the_file_holds_is_a_configuration_or_a_mistake(everything, num_files):
     rng = np.random.default_rng(0)
     sample = "sample:\n  prompt: Once upon a time there was a quick brown fox that wrote a configuration\n"
     seeds = [MINIMAL + sample] * 9 + [dump_config(everything)]
     num_good = 0
-    for _ in range(2000):
+    for _ in range(num_files):
         Path("my.yaml").write_bytes(mutated(seeds[rng.integers(len(seeds))], rng))
         with contextlib.suppress(ConfigError):
             read(Path("my.yaml"))
             num_good += 1
-    assert num_good > 20
+    assert num_good > num_files // 100

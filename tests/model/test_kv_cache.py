@@ -124,7 +124,9 @@ def test_greedy_decoding_equals_reading_everything_again(variant: str, axes: str
 
 
 @pytest.mark.parametrize("variant", ["all", pytest.param("turns", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("axes", ["mixed", pytest.param("sequence", marks=pytest.mark.slow), pytest.param("wide", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "axes", ["mixed", pytest.param("sequence", marks=pytest.mark.slow), pytest.param("wide", marks=pytest.mark.long)]
+)
 def test_rows_read_in_parts_in_any_order_are_read_as_whole(axes: str, variant: str):
     """Each device that has rows of its own reads a part of one of them at a time; a copied row continues like its source."""
     rng = np.random.default_rng(3)

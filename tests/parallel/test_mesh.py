@@ -48,6 +48,7 @@ for sizes in (MeshConfig(), MeshConfig(island=2, fsdp=2, tensor=2)):
 """
 
 
+@pytest.mark.slow
 def test_an_axis_more_is_a_row_more_in_one_table():
     child = subprocess.run([sys.executable, "-c", ONE_MORE_AXIS], capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr

@@ -277,7 +277,7 @@ def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_training_makes_its_profile_once(tmp_path, monkeypatch):
-    config = CONFIG.changed({"data.cache_dir": str(tmp_path)})
+    config = CONFIG.changed({"data.cache_dir": str(tmp_path), "model.num_layers": 2})
     with jax.set_mesh(planned_mesh(config)):
         lowered = lower(resolve_here(config), abstract_state(config))
         made, step = gpu_options(resolve_here(config), lowered)

@@ -76,6 +76,7 @@ def die(task, tell):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_those_that_are_killed_again_and_again_are_not(executor):
     told = []
     with pytest.raises(

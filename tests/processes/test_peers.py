@@ -74,7 +74,7 @@ def test_an_error_that_follows_from_anothers_is_not_told():
     assert "no text" in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_all_stop_after_the_same_step(number):
     """Which step that is, they agree on: whichever process gets the signal, and however far ahead the other is."""
     steps = """

@@ -67,6 +67,7 @@ def test_the_coordinator_of_one_machine_cannot_be_reached_from_others():
         socket.create_connection(("127.0.0.2", int(port)))
 
 
+@pytest.mark.slow
 def test_garbage_at_the_door_harms_nobody():
     address = runs.free_address()
     host, port = address.split(":")

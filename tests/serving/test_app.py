@@ -110,7 +110,9 @@ def texts_of(running, body):
     return [(texts[index], reasons[index]) for index in sorted(texts)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "temperature", [pytest.param(0.0, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.long)]
+)
 def test_64_mixed_requests_at_once_get_the_texts_of_generate(running, served, greedy, temperature):
     bodies = list(mixed_requests(served, greedy, temperature))
     drawn = Generate(served, temperature) if temperature else greedy

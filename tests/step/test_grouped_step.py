@@ -68,6 +68,7 @@ def check(folder, mesh, remat, steps, changes) -> tuple[GroupedStep, Any]:
     return step, grouped
 
 
+@pytest.mark.slow
 def test_the_state_is_that_of_one_program(tmp_path):
     """With micro-batches, frozen weights and clipping."""
     changes = {

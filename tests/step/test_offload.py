@@ -30,11 +30,9 @@ SAVED = {
 
 
 def combinations():
-    """Every combination of mesh, form, policy and accumulation: one in the default run, each value in a slow one, all in
-    `long`."""
+    """Every combination of mesh, form, policy and accumulation: each value in a slow run, all in `long`."""
     for number, (mesh, form, remat, steps) in enumerate(itertools.product(MESHES, FORMS, SAVED, (1, 2))):
-        everyday = number == 26
-        marks = () if everyday else pytest.mark.slow if number % 7 == 5 else pytest.mark.long
+        marks = pytest.mark.slow if number % 7 == 5 else pytest.mark.long
         yield pytest.param(mesh, form, remat, steps, marks=marks, id=f"{mesh}-{form}-{remat}-{steps}")
 
 

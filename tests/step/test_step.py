@@ -98,6 +98,7 @@ def test_gradients_of_micro_batches_are_summed_in_fp32():
     jax.tree.map(check, grads, *(part for _, part in parts))
 
 
+@pytest.mark.slow
 def test_a_sum_in_16_bits_loses_what_is_small_beside_it():
     config = tiny_config().changed({"train.grad_accum_steps": 2})
     batch, model = to_device(config, random_rows(config, 0)), init_state(config).model
@@ -163,6 +164,7 @@ def hash_of_program() -> str:
     return hashlib.sha256(train_step.lower(resolved(config), state, batch).as_text().encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_programs_do_not_depend_on_the_hosts_cpu():
     found = np.show_config(mode="dicts")["SIMD Extensions"]["found"]  # pyright: ignore[reportOptionalSubscript, reportArgumentType]
     command = [

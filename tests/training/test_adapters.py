@@ -77,7 +77,9 @@ def long(*values):
 @pytest.mark.parametrize(
     ("kind", "mesh", "changes"),
     [
-        ("dropout", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2, "parallel.stack": "prefetch"}),
+        slow(
+            "dropout", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2, "parallel.stack": "prefetch"}
+        ),
         slow("lora", {"fsdp": 8}, {"parallel.stack": "unrolled", "model.remat": "full"}),
         slow("lora", {"tensor": 8, "fsdp": 1}, {"model.remat": "save_attention"}),
         slow("nf4", {"fsdp": 2, "tensor": 2, "data": 2}, {"parallel.stack": "prefetch", "model.remat": "full"}),

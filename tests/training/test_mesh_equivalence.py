@@ -86,7 +86,9 @@ def reference(config: Config) -> list[dict[str, np.ndarray]]:
 def cases():
     """A few every day; `slow` has some meshes of one axis, `long` all meshes with all numbers of micro-batches."""
     for case in itertools.product(MESHES, (1, 2, 4)):
-        yield pytest.param(*case, marks=() if case in EVERYDAY else pytest.mark.slow if case in SAMPLED else pytest.mark.long)
+        yield pytest.param(
+            *case, marks=() if case in EVERYDAY else pytest.mark.slow if case in SAMPLED else pytest.mark.long
+        )
 
 
 @pytest.mark.parametrize(("sizes", "accumulation"), list(cases()))
@@ -103,13 +105,12 @@ def test_odd_sizes_equal_those_of_one_device(sizes):
     ("form", "sizes", "model"),
     [
         ("ring", (1, 2, 2, 2), {"model.remat": "save_attention"}),
-        ("ulysses", (1, 1, 4, 2), {"model.remat": "full"}),
         *(
             pytest.param(form, sizes, model, marks=pytest.mark.slow)
             for form, sizes, model in [
+                ("ulysses", (1, 1, 4, 2), {"model.remat": "full"}),
                 ("ring", (2, 1, 4, 1), {"model.sliding_window": 5}),
                 ("ulysses", (1, 2, 2, 2), {"model.attend_across_documents": True}),
-                ("ulysses", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
             ]
         ),
         *(
@@ -118,6 +119,7 @@ def test_odd_sizes_equal_those_of_one_device(sizes):
                 ("ring", (1, 1, 8, 1), {"model.remat": "full"}),
                 ("ring", (2, 1, 2, 2), {"model.attend_across_documents": True}),
                 ("ring", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
+                ("ulysses", (1, 1, 2, 4), {"model.num_kv_heads": 2}),
                 ("ulysses", (2, 2, 2, 1), {"model.sliding_window": 5}),
                 ("ulysses", (1, 1, 8, 1), {"model.num_kv_heads": 2, "model.remat": "save_attention_qkv"}),
             ]
@@ -173,7 +175,9 @@ def test_layers_that_hide_what_they_send_equal_one_device(sizes, changes):
 @pytest.mark.parametrize(
     ("sizes", "num_sliding", "changes"),
     [
-        ((1, 2, 2, 2), 1, {"parallel.stack": "prefetch", "model.remat": "save_attention"}),
+        pytest.param(
+            *((1, 2, 2, 2), 1, {"parallel.stack": "prefetch", "model.remat": "save_attention"}), marks=pytest.mark.long
+        ),
         *(
             pytest.param(sizes, num_sliding, changes, marks=pytest.mark.slow if num_sliding == sampled else pytest.mark.long)
             for num_sliding in (1, 2)

@@ -286,6 +286,7 @@ def test_a_second_writer_is_refused(finished):
         train.run(finished)
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_ends_it_after_the_batch_in_progress(finished, tmp_path):
     """The step is saved; the evaluation leaves no record, and is the next run's where it was the last."""
     many = {"train.num_steps": 2, "train.eval_every": None, "train.eval_batches": 100, "data.held_out_fraction": 0.4}

@@ -263,7 +263,7 @@ def test_the_command_line_sets_stages(unbroken):
     assert "- from_step: 5\n    weights:\n    - 0.5\n    - 2.0\n    seq_len: 64" in shown.stdout, shown.stderr
 
 
-@pytest.mark.parametrize("remat", ["auto", "full"])
+@pytest.mark.parametrize("remat", ["auto", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_library_lowers_the_program_that_the_command_runs(monkeypatch, remat):
     config = tiny_config(mesh=MeshConfig(fsdp=8), hardware=HardwareConfig(gpu="h100")).changed({"model.remat": remat})
     jax.set_mesh(make_mesh(config.mesh))

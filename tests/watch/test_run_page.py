@@ -100,6 +100,7 @@ def test_the_page_loads_nothing_and_its_tags_match(tmp_path):
     check_tags(page)
 
 
+@pytest.mark.slow
 def test_a_long_run_gives_a_small_page(tmp_path):
     path = report.write_report(write_run(tmp_path / "run", 200_000, eval_every=1000))
     assert path.stat().st_size < 2_000_000

@@ -51,7 +51,7 @@ def test_time_that_a_host_takes_for_itself_is_compared_with_the_step(kind):
     assert not told(4, 200, lambda step, process, k: 0.05 * STEP_S * (k == kind and process == 2))
 
 
-@pytest.mark.parametrize("num_processes", [2, 4, 64])
+@pytest.mark.parametrize("num_processes", [2, 4, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise", [0.03, 0.2])
 def test_nobody_is_named_for_noise(num_processes, noise):
     assert not told(num_processes, 10_000, lambda *_: 0.0, noise=noise, seed=num_processes)
