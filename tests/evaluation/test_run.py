@@ -365,7 +365,7 @@ def test_the_command(finished):
     assert "did you mean" in outcome.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_find_what_one_finds_and_print_it_once(finished, tmp_path):
     """Four devices each, joined over loopback."""
     with socket.socket() as free:

@@ -104,7 +104,9 @@ def num_runs(module: Module, kernel: str, computation: Computation | None = None
     ("window", "kv_heads", "stack"), [(None, 8, "scan"), pytest.param(512, 2, "prefetch", marks=pytest.mark.long)]
 )
 def test_the_step_has_one_kernel_forward_and_one_backward(window, kv_heads, stack):
-    shape = {"model.sliding_window": window, "model.num_kv_heads": kv_heads, "parallel.stack": stack}
+    shape = {
+        "model.num_layers": 2, "model.sliding_window": window, "model.num_kv_heads": kv_heads, "parallel.stack": stack,
+    }  # fmt: skip
     config = CONFIG.changed(shape | {"model.attend_across_documents": True, "model.remat": "save_attention"})
     fused = compile_for(resolve_planned(config.changed({"mesh": MeshConfig(tensor=2)})))
     assert set(re.findall(r"__cudnn\$\w+", fused.hlo)) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}

@@ -86,10 +86,11 @@ SHARED = {"mesh": MeshConfig(fsdp=-1, tensor=4)}
 @pytest.mark.parametrize(
     ("remat", "changes", "runs"),
     [
-        ("none", {}, 1),
+        ("none", {"model.num_layers": 2}, 1),
         *(
             pytest.param(*how, marks=pytest.mark.long)
             for how in (
+                ("none", {}, 1),
                 ("full", {}, 1),
                 ("save_attention_qkv_mlp", {}, 1),
                 ("save_attention", {"parallel.stack": "scan"}, 1),

@@ -89,7 +89,7 @@ def test_a_run_begun_on_fewer_devices_goes_on_with_other_micro_batches(tmp_path)
     assert list(runs.losses(tmp_path / "run")) == list(range(1, 13))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_exception_is_told_once_with_its_traceback_and_then_why_the_others_end(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "breaks.py").write_text(BREAKS)

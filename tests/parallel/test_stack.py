@@ -97,7 +97,7 @@ def value_and_gradients(run, weights, x, shared, saved):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(weights, x)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_layers", [1, 2, 3, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("unrolled", [False, True], ids=["loop", "unrolled"])
 def test_values_and_gradients_are_those_of_a_plain_loop(num_layers, saved, unrolled):

@@ -82,7 +82,7 @@ def copies_within_host_memory(schedule: Schedule) -> list[str]:
 
 
 FRACTIONS = [
-    pytest.param(0.0, "prefetch", marks=pytest.mark.slow),
+    pytest.param(0.0, "prefetch", marks=pytest.mark.long),
     pytest.param(0.25, "prefetch", marks=pytest.mark.long),
     pytest.param(0.5, "prefetch"),
     pytest.param(1.0, "prefetch", marks=pytest.mark.long),
@@ -130,7 +130,7 @@ def test_nothing_waits_for_copies_that_are_shorter_than_a_layer(stack):
     assert timeline.exposed_host_copy_s == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_place_on_the_host_the_values_are_on_the_card():
     """The control: what the other tests find missing is there."""
     schedule = compiled(config(OffloadConfig(), remat="save_attention"))

@@ -274,10 +274,10 @@ def test_remat_auto_is_judged_once_and_for_all_processes(tmp_path, monkeypatch):
     assert kept.read_text() == "save_attention_qkv"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu_compiler")
 def test_training_makes_its_profile_once(tmp_path, monkeypatch):
-    config = CONFIG.changed({"data.cache_dir": str(tmp_path), "model.num_layers": 2})
+    config = CONFIG.changed({"data.cache_dir": str(tmp_path)})
     with jax.set_mesh(planned_mesh(config)):
         lowered = lower(resolve_here(config), abstract_state(config))
         made, step = gpu_options(resolve_here(config), lowered)

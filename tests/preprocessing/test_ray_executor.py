@@ -34,6 +34,15 @@ def workers() -> list[int]:
 
 
 @pytest.mark.slow
+def test_a_cluster_of_rays_makes_the_same(tmp_path):
+    config = write_config(tmp_path)
+    preprocess(config, tmp_path / "one")
+    out = preprocess(config, tmp_path / "rays", "--executor", "ray", "--workers", "2")
+    assert re.search(r"^tokenized  [\d,]+ documents in .* by 2 processes$", out, re.M)
+    assert made(tmp_path / "rays") == made(tmp_path / "one")
+
+
+@pytest.mark.long
 def test_a_killed_worker_of_rays_changes_nothing(tmp_path):
     config = write_config(tmp_path, num_documents=10_000)
     preprocess(config, tmp_path / "one")

@@ -76,7 +76,7 @@ def test_parts_of_an_array_make_the_same_and_the_last_one_packs(tmp_path, capsys
     assert contents(tmp_path / "parts") == contents(tmp_path / "one")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parts_at_the_same_time(tmp_path):
     config = write_config(tmp_path)
     preprocess(config, tmp_path / "one")
@@ -109,7 +109,7 @@ def wait_for(condition, timeout_s=60.0):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_is_killed_is_replaced(tmp_path):
     config = write_config(tmp_path, num_documents=10_000)
     preprocess(config, tmp_path / "one")

@@ -86,11 +86,13 @@ def test_the_state_is_that_of_one_program(tmp_path):
 
 
 FORMS = [
-    ("rows", "none", 1, {"parallel.sequence": "ring", "parallel.tensor": "ring"}),
-    ("rows", "full", 2, {"model.tie_embeddings": True, "parallel.zero": 1}),
+    pytest.param("rows", "none", 1, {"parallel.sequence": "ring", "parallel.tensor": "ring"}, marks=pytest.mark.long),
+    pytest.param("rows", "full", 2, {"model.tie_embeddings": True, "parallel.zero": 1}, marks=pytest.mark.long),
     ("mixed", "save_attention_qkv_mlp", 2, {"parallel.zero": 2, "parallel.grad_reduce": "step",
                                             "train.frozen": ("layers.attention.",)}),
-    ("mixed", "save_attention_qkv", 2, {"parallel.zero_data": 1, "model.matmul_dtype": "float8"}),
+    pytest.param(
+        "mixed", "save_attention_qkv", 2, {"parallel.zero_data": 1, "model.matmul_dtype": "float8"}, marks=pytest.mark.long
+    ),
     ("fsdp", "save_attention", 1, {"model.layer_types": ("sliding_attention", "full_attention", "full_attention"),
                                    "model.sliding_window": 4, "offload.optimizer": 1.0}),
 ]  # fmt: skip

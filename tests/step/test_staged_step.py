@@ -119,7 +119,10 @@ def test_gradients_equal_those_of_one_device():
     ("counts", "axes", "changes"),
     [
         ((3, 5), {"mesh.fsdp": 2, "mesh.tensor": 2}, {"train.grad_accum_steps": 4, "model.remat": "full"}),
-        ((1, 2, 3, 2), {"mesh.fsdp": 2}, {"train.grad_accum_steps": 8, "model.remat": "save_attention_qkv"}),
+        pytest.param(
+            *((1, 2, 3, 2), {"mesh.fsdp": 2}, {"train.grad_accum_steps": 8, "model.remat": "save_attention_qkv"}),
+            marks=pytest.mark.long,
+        ),
         (
             (1, 3),
             {"mesh.data": 2, "mesh.sequence": 2},
@@ -130,7 +133,10 @@ def test_gradients_equal_those_of_one_device():
             {"mesh.fsdp": 2},
             {"model.layer_types": ("sliding_attention", "full_attention"), "model.sliding_window": 4},
         ),
-        ((1, 2), {"mesh.fsdp": 2}, {"train.grad_accum_steps": 1, "train.frozen": ("embedding", "layers.mlp.")}),
+        pytest.param(
+            *((1, 2), {"mesh.fsdp": 2}, {"train.grad_accum_steps": 1, "train.frozen": ("embedding", "layers.mlp.")}),
+            marks=pytest.mark.long,
+        ),
         (
             (1, 2),
             {"mesh.fsdp": 2, "mesh.tensor": 2},

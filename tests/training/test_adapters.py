@@ -80,11 +80,11 @@ def long(*values):
         slow(
             "dropout", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2, "parallel.stack": "prefetch"}
         ),
-        slow("lora", {"fsdp": 8}, {"parallel.stack": "unrolled", "model.remat": "full"}),
-        slow("lora", {"tensor": 8, "fsdp": 1}, {"model.remat": "save_attention"}),
+        long("lora", {"fsdp": 8}, {"parallel.stack": "unrolled", "model.remat": "full"}),
+        long("lora", {"tensor": 8, "fsdp": 1}, {"model.remat": "save_attention"}),
         slow("nf4", {"fsdp": 2, "tensor": 2, "data": 2}, {"parallel.stack": "prefetch", "model.remat": "full"}),
         slow("dora", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"parallel.tensor": "ring", "parallel.sequence": "ring"}),
-        slow("biased", {"fsdp": 2, "tensor": 4}, {}),
+        long("biased", {"fsdp": 2, "tensor": 4}, {}),
         slow("dropout", {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"train.grad_accum_steps": 4, "parallel.zero": 1}),
         long("lora", {"data": 4, "fsdp": 2}, {"parallel.zero_data": 1, "parallel.stack": "prefetch"}),
         long("lora", {"fsdp": 4, "sequence": 2}, {"parallel.sequence": "ulysses", "model.remat": "save_attention_qkv"}),
@@ -109,7 +109,7 @@ def test_dropout_changes_what_is_learnt_and_nothing_without_a_step():
     assert np.abs(dropped[0][name] - whole[0][name]).max() > 1e-4
 
 
-@pytest.mark.parametrize("base", ["bfloat16", slow("nf4"), slow("int8")])
+@pytest.mark.parametrize("base", ["bfloat16", slow("nf4"), long("int8")])
 def test_the_base_stays_to_the_bit_without_gradients_and_moments(base):
     config = KINDS["nf4"].changed({"adapters.base": base, "adapters.kind": "dora"})
     jax.set_mesh(single_device_mesh())

@@ -126,12 +126,14 @@ EVERYDAY = {
 }  # fmt: skip
 SAMPLED = [
     ("p 4, 1 p micro-batches", "even", "fsdp", "full", "last", "odd"),
-    ("p 8, 1 p micro-batches", "even", "alone", "save_attention", "shared", "window"),
-    ("p 2, 1 p micro-batches", "2 chunks", "ring", "full", "shared", "plain"),
     ("p 2, 2 p micro-batches", "2 uneven chunks", "data split", "save_attention_qkv_mlp", "last", "frozen"),
     ("p 2, 1 p micro-batches", "even", "tensor ring", "none", "shared", "float8"),
-    ("p 2, 1 p micro-batches", "2 chunks", "alone", "save_attention", "last", "float8"),
     ("p 2, 4 p micro-batches", "even", "ulysses", "save_attention_qkv", "shared", "whole rows"),
+]
+MORE = [
+    ("p 8, 1 p micro-batches", "even", "alone", "save_attention", "shared", "window"),
+    ("p 2, 1 p micro-batches", "2 chunks", "ring", "full", "shared", "plain"),
+    ("p 2, 1 p micro-batches", "2 chunks", "alone", "save_attention", "last", "float8"),
 ]
 
 
@@ -140,8 +142,9 @@ SAMPLED = [
     [
         pytest.param(EVERYDAY, id="everyday"),
         *(
-            pytest.param(dict(zip(FACTORS, choices, strict=True)), id=", ".join(choices), marks=pytest.mark.slow)
-            for choices in SAMPLED
+            pytest.param(dict(zip(FACTORS, choices, strict=True)), id=", ".join(choices), marks=mark)
+            for mark, sampled in ((pytest.mark.slow, SAMPLED), (pytest.mark.long, MORE))
+            for choices in sampled
         ),
     ],
 )

@@ -108,7 +108,7 @@ def test_four_processes_train_as_one(losses, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_processes_with_a_stage_each_or_half_a_stage_train_as_one(losses, count):
     (form,) = names = tuple(STAGED)
     check(losses(count, names)[form], losses(1, names)[form])

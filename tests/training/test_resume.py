@@ -276,7 +276,7 @@ def test_processes_in_other_directories_are_not_one_run(unbroken, tmp_path):
     assert runs.committed_steps(directories[0] / "run") == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bad_data_at_one_process_is_told_by_all(unbroken, tmp_path):
     """And the other tells what it does itself, as no cache is shared."""
     directories = (tmp_path / "first", tmp_path / "second")

@@ -87,8 +87,13 @@ SLOW_FAULTS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "first", "sentence"), SLOW_FAULTS, ids=range(len(SLOW_FAULTS)))
+@pytest.mark.parametrize(
+    ("fault", "first", "sentence"),
+    [
+        pytest.param(*fault, id=str(number), marks=pytest.mark.slow if number % 2 == 0 else pytest.mark.long)
+        for number, fault in enumerate(SLOW_FAULTS)
+    ],
+)
 def test_faults_are_found_and_told(fault, first, sentence):
     where, told = found(fault, num_steps=int(first[0]))
     assert where == first

@@ -230,7 +230,7 @@ print(sorted(row for row in rows.asked if row < 32))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_real_processes():
     import socket
 

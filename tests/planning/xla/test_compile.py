@@ -208,7 +208,7 @@ def test_missing_tools_of_cuda_are_told_with_the_remedy(gpu_compiler, monkeypatc
         compile_for(resolve_planned(CONFIG.changed({"model.num_layers": 1})))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_suggested_was_compiled_and_fits(gpu_compiler):
     too_large = CONFIG.changed(
         {"model.num_layers": 2, "model.remat": "none", "hardware.gpu": "a100-40gb", "train.global_batch_size": 512}
@@ -278,13 +278,16 @@ def test_prefetched_layers_take_five_layers_weights_more_than_a_plain_loop(stack
     ("gpu", "kernel"),
     [
         ("rtx-4090", "pallas"),
-        *(
-            pytest.param(gpu, kernel, marks=pytest.mark.slow)
-            for gpu, kernel in (("b200", "pallas"), ("rtx-5090", "cudnn"), ("rtx-3090", "cudnn"))
-        ),
+        *(pytest.param(gpu, kernel, marks=pytest.mark.slow) for gpu, kernel in (("b200", "pallas"), ("rtx-3090", "cudnn"))),
         *(
             pytest.param(gpu, kernel, marks=pytest.mark.long)
-            for gpu, kernel in (("rtx-5090", "pallas"), ("rtx-4090", "cudnn"), ("b200", "cudnn"), ("rtx-3090", "pallas"))
+            for gpu, kernel in (
+                ("rtx-5090", "pallas"),
+                ("rtx-5090", "cudnn"),
+                ("rtx-4090", "cudnn"),
+                ("b200", "cudnn"),
+                ("rtx-3090", "pallas"),
+            )
         ),
     ],
 )
