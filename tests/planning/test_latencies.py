@@ -64,7 +64,7 @@ def test_covers_every_kernel_and_collective_that_is_scheduled(version):
 
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize(
-    "stack", [pytest.param("scan", marks=pytest.mark.slow), pytest.param("prefetch", marks=pytest.mark.long)]
+    "stack", [pytest.param("scan", marks=pytest.mark.long), pytest.param("prefetch", marks=pytest.mark.long)]
 )
 def test_the_real_step_is_understood_and_its_exposed_time_shrinks(tmp_path, stack):
     """The training step itself, compiled for 16 H100 with half a network, without and with its profile."""

@@ -124,14 +124,17 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path):
     assert made(tmp_path / "killed") == made(tmp_path / "one")
 
 
-@pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_and_leaves_no_worker(tmp_path):
-    config = write_config(tmp_path, num_documents=10_000)
+@pytest.mark.parametrize(
+    ("num_documents", "num_kills"),
+    [pytest.param(3_000, 2, marks=pytest.mark.slow), pytest.param(10_000, 6, marks=pytest.mark.long)],
+)
+def test_killed_at_any_moment_it_goes_on_and_leaves_no_worker(tmp_path, num_documents, num_kills):
+    config = write_config(tmp_path, num_documents)
     began = time.monotonic()
     preprocess(config, tmp_path / "one")
     took_s = time.monotonic() - began
     draw = random.Random(0)
-    for _ in range(6):
+    for _ in range(num_kills):
         with subprocess.Popen(command(config, tmp_path / "killed"), cwd=runs.ROOT, stdout=subprocess.DEVNULL) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(took_s * draw.uniform(0.2, 0.9))

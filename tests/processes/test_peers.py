@@ -17,7 +17,7 @@ from tests.processes.joined import WAIT, end, start_joined
 NATIVE = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_killed_process_ends_the_other_with_its_name(victim):
     processes = start_joined(WAIT)
     processes[victim].kill()
@@ -29,7 +29,7 @@ def test_a_killed_process_ends_the_other_with_its_name(victim):
     end(processes[victim], -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_stuck_process_ends_the_other_with_its_name(victim):
     processes = start_joined(WAIT, heartbeat_timeout_s=2)
     processes[victim].send_signal(signal.SIGSTOP)
@@ -41,7 +41,7 @@ def test_a_stuck_process_ends_the_other_with_its_name(victim):
     assert line.startswith(f"process {1 - victim} (pid ")
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_what_ends_one_process_is_told_by_the_others(victim):
     processes = start_joined(f"if rank == {victim}: raise DataError('x.jsonl:2: bad; correct it')\n        {WAIT}")
     assert end(processes[victim], 3) == ["x.jsonl:2: bad; correct it"]
@@ -49,7 +49,7 @@ def test_what_ends_one_process_is_told_by_the_others(victim):
     assert re.fullmatch(rf"process {victim} \(pid .*\) failed: x.jsonl:2: bad; correct it; start all again .*", line)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_what_nobody_catches_is_told_by_the_others(victim, monkeypatch):
     """As in a program of the user's own, whose last line is not ours."""
     program = joined.PROGRAM.replace(joined.PROGRAM.splitlines()[-1], "work()")
@@ -92,7 +92,7 @@ def test_all_stop_after_the_same_step(number):
     assert int(first[0]) > 0
 
 
-@pytest.mark.parametrize("signalled", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signalled", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_before_the_first_step_all_end_at_once(signalled):
     """Although every main thread is in a native call, as while XLA compiles or SentencePiece trains."""
     processes = start_joined(NATIVE)

@@ -82,7 +82,7 @@ def test_constants_are_solved_for_from_what_the_cpu_runs():
 
 
 @pytest.mark.usefixtures("gpu_compiler")
-@pytest.mark.parametrize("gpu", ["h100", "a100-40gb"])
+@pytest.mark.parametrize("gpu", ["h100", pytest.param("a100-40gb", marks=pytest.mark.long)])
 def test_constants_are_solved_for_from_what_gpus_run(gpu):
     """With every kernel of attention that can be had, compiled for one that is not there."""
     config = BASE.changed(ONE | {"hardware.gpu": gpu})
@@ -102,6 +102,7 @@ def test_what_is_not_measured_is_the_network_and_how_some_products_differ():
     }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu_compiler")
 def test_a_plan_goes_by_the_measured_rates_of_the_own_kernels(tmp_path):
     """Each constant alone at half its rate: attention's share of a step is what is longer."""

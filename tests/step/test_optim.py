@@ -140,7 +140,12 @@ OWN = {
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.slow if name != "lion_of_layer_matrices" else []) for name in OWN]
+    params=[
+        pytest.param("lion", marks=pytest.mark.long),
+        pytest.param("momentum", marks=pytest.mark.slow),
+        pytest.param("signs", marks=pytest.mark.long),
+        "lion_of_layer_matrices",
+    ]
 )
 def own(request, monkeypatch) -> str:
     """The name of an optimizer that llamajax does not have."""

@@ -51,6 +51,10 @@ def long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def rows_of(config: Config, step: int) -> dict[str, np.ndarray]:
     """Rows [B, T] of random answers, all fields; the same on every mesh."""
     batch = make_rows(config, step)
@@ -82,11 +86,11 @@ def reference(kind: str) -> list[dict[str, np.ndarray]]:
     [
         ("base", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2, "parallel.sequence": "ring"}),
         slow("cached", {"fsdp": 4, "sequence": 2}, {"parallel.sequence": "ring", "train.grad_accum_steps": 2}),
-        slow("orpo", {"data": 2, "tensor": 4}, {"parallel.tensor": "ring", "train.grad_accum_steps": 4}),
+        long("orpo", {"data": 2, "tensor": 4}, {"parallel.tensor": "ring", "train.grad_accum_steps": 4}),
         slow("kto", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"parallel.stack": "prefetch", "train.grad_accum_steps": 2}),
         long("kto-cached", {"fsdp": 8}, {"parallel.stack": "unrolled", "model.remat": "full", "parallel.zero": 2}),
         slow("reward", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2}),
-        slow("reward", {"fsdp": 2, "sequence": 4}, {"parallel.stack": "prefetch", "parallel.sequence": "ring"}),
+        long("reward", {"fsdp": 2, "sequence": 4}, {"parallel.stack": "prefetch", "parallel.sequence": "ring"}),
         long("reward", {"data": 2, "fsdp": 4}, {"parallel.zero": 1, "train.grad_accum_steps": 2, "model.remat": "full"}),
         long("reward", {"fsdp": 2, "tensor": 4}, {"parallel.tensor": "ring", "parallel.zero": 2}),
         long("simpo", {"data": 2, "fsdp": 2, "sequence": 2}, {"parallel.sequence": "ulysses", "parallel.zero_data": 1}),

@@ -83,9 +83,9 @@ def long(*values):
         long("lora", {"fsdp": 8}, {"parallel.stack": "unrolled", "model.remat": "full"}),
         long("lora", {"tensor": 8, "fsdp": 1}, {"model.remat": "save_attention"}),
         slow("nf4", {"fsdp": 2, "tensor": 2, "data": 2}, {"parallel.stack": "prefetch", "model.remat": "full"}),
-        slow("dora", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"parallel.tensor": "ring", "parallel.sequence": "ring"}),
+        long("dora", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"parallel.tensor": "ring", "parallel.sequence": "ring"}),
         long("biased", {"fsdp": 2, "tensor": 4}, {}),
-        slow("dropout", {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"train.grad_accum_steps": 4, "parallel.zero": 1}),
+        long("dropout", {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"train.grad_accum_steps": 4, "parallel.zero": 1}),
         long("lora", {"data": 4, "fsdp": 2}, {"parallel.zero_data": 1, "parallel.stack": "prefetch"}),
         long("lora", {"fsdp": 4, "sequence": 2}, {"parallel.sequence": "ulysses", "model.remat": "save_attention_qkv"}),
         long("dora", {"fsdp": 4, "tensor": 2}, {"parallel.zero": 2, "train.grad_accum_steps": 2}),
@@ -147,7 +147,7 @@ def flops(config: Config) -> float:
     return counted["flops"]
 
 
-@pytest.mark.parametrize(("remat", "most"), [("none", 0.70), slow("full", 0.78)])
+@pytest.mark.parametrize(("remat", "most"), [("none", 0.70), long("full", 0.78)])
 def test_no_gradient_of_a_frozen_matrix_is_computed(remat, most):
     full = tiny_config().changed(
         {

@@ -213,7 +213,7 @@ def test_two_processes_go_through_the_phases_like_one(tmp_path):
         assert own == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_back_across_a_phase_and_passes_over_what_the_steps_took(tmp_path):
     """Rows 30 and 41 spoil steps 4 and 5, the second is one too many, and the run goes on from step 2."""
     path = written(tmp_path, max_nonfinite_steps=1)

@@ -100,7 +100,7 @@ def test_a_device_that_flips_again_and_again_ends_the_run_which_goes_on_without_
     assert runs.losses(run_dir) == runs.losses(Path(untouched.run_dir))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_two_processes_that_of_the_device_is_named_by_both(tmp_path):
     config = runs.write_config(tmp_path, num_steps=12, grad_accum_steps=1, eval_every=None)
     overrides = [*AXES, "mesh.num_cpu_devices=4", "recovery.checksum_every=3", "checkpoint.save_every=4"]

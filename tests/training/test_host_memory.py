@@ -31,7 +31,7 @@ def unbroken(tmp_path_factory) -> pathlib.Path:
     return config
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_again_and_again_ends_like_the_unbroken_one(unbroken, tmp_path):
     kill_and_resume(unbroken, tmp_path / "run", num_kills=3, seed=2)
     assert_same_end(unbroken, tmp_path / "run")

@@ -135,7 +135,7 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_at_its_boundary_and_beside_it(un
     assert read(tmp_path / "run") == read(unbroken.parent / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_around_boundaries_ends_like_the_unbroken_one(unbroken, tmp_path):
     run_dir = tmp_path / "run"
     for at_least in (3, 4, 8, 10):

@@ -242,7 +242,7 @@ def test_a_deadlock_is_found_and_the_process_ends(config, tmp_path):
     assert STEP_LIMIT_S <= found_after_s(tmp_path, 0) + 0.1 <= FOUND_S
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_process_that_is_stuck_is_named_by_those_that_wait_for_it(config, tmp_path):
     together = ["--distributed.enabled=true", "--distributed.num_processes=2", "--mesh.num_cpu_devices=4"]
     together.append(f"--distributed.coordinator_address={runs.free_address()}")
