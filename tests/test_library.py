@@ -127,6 +127,7 @@ def test_a_finished_run_is_a_result_with_its_curves(trained):
     assert "<html" not in html
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_trains_the_same_to_the_bit(trained):
     losses = []
     with llamajax.setup(load(trained, "own")) as run:

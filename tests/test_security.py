@@ -91,6 +91,7 @@ def test_a_password_in_the_settings_is_refused_and_not_told(key, tmp_path):
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_inputs_that_are_damaged_are_read_or_refused():
     told: list[str] = []
     for kind, count in (("configs", 100), ("data", 100)):

@@ -62,7 +62,12 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("dtype", "sharded"),
-    [(FP32, False), (BF16, True), pytest.param(FP32, True, marks=pytest.mark.long), pytest.param(BF16, False, marks=SLOW)],
+    [
+        (FP32, False),
+        (BF16, True),
+        pytest.param(FP32, True, marks=pytest.mark.long),
+        pytest.param(BF16, False, marks=pytest.mark.long),
+    ],
     ids=["fp32-single", "bf16-sharded", "fp32-sharded", "bf16-single"],
 )
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -148,7 +148,7 @@ def test_wide_heads_and_rows_of_several_tiles(head_dim, length):
     check_case(case, "float32", 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_order_of_programs_changes_no_number(monkeypatch):
     """Every program sums up as it did, whichever are before it."""
     rng = np.random.default_rng(0)
@@ -218,7 +218,7 @@ def test_split_rows_are_one_devices(form, axes, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["gather", pytest.param("ring", marks=pytest.mark.long), "ulysses"])
+@pytest.mark.parametrize("form", ["ulysses", *(pytest.param(form, marks=pytest.mark.long) for form in ("gather", "ring"))])
 def test_split_rows_in_bf16_are_as_near_as_the_plain_form(form):
     check_bf16(form, kernel="pallas")
 

@@ -123,7 +123,7 @@ def test_greedy_decoding_equals_reading_everything_again(variant: str, axes: str
     np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["all", pytest.param("turns", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["all", pytest.param("turns", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "axes", ["mixed", pytest.param("sequence", marks=pytest.mark.slow), pytest.param("wide", marks=pytest.mark.long)]
 )

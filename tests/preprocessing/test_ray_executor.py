@@ -57,7 +57,7 @@ def test_a_killed_worker_of_rays_changes_nothing(tmp_path):
     assert made(tmp_path / "rays") == made(tmp_path / "one")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mistake_in_the_data_is_one_line(tmp_path):
     config = write_config(tmp_path)
     with (tmp_path / "3.jsonl").open("a") as file:

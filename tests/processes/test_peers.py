@@ -101,6 +101,7 @@ def test_before_the_first_step_all_end_at_once(signalled):
     assert end(processes[1], 0) == []
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine_listen_to_nobody_else():
     """Neither for the coordinator's clients nor for what devices send each other."""
     body = (

@@ -17,7 +17,7 @@ def figures(tmp_path, *arguments):
     return json.loads(outcome.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_others_are_told_what_process_0_finds(tmp_path):
     """None of them opens a file for every shard, or for every file of the source."""
     found = figures(tmp_path, "start", "--shards", "640", "--processes", "2")

@@ -166,7 +166,7 @@ def test_batches_are_packed_rows_whose_documents_end_without_a_target():
             "auto",
             ["attention_forward"],
             ["attention_backward_keys", "attention_backward_queries"],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(False, "plain", [], [], marks=pytest.mark.long),
     ],

@@ -62,6 +62,7 @@ def test_frozen_weights_stay_to_the_bit_and_have_neither_moments_nor_gradients()
     assert same == FROZEN
 
 
+@pytest.mark.slow
 def test_the_norm_of_gradients_is_that_of_trained_weights():
     _, metrics = train_step(resolved(CONFIG), init_state(CONFIG), batch(0))
     _, grads = loss_and_grads(resolved(CONFIG), init_state(CONFIG).model, batch(0))
@@ -82,6 +83,7 @@ def test_a_saved_state_goes_on_to_the_bit_and_only_with_the_same_frozen_weights(
         restore(tmp_path, abstract_state(CONFIG.changed({"train.frozen": ("layers.mlp.",)})))
 
 
+@pytest.mark.slow
 def test_plans_know_that_frozen_weights_have_neither_moments_nor_gradients():
     config = compiled.CONFIG.changed({"train.frozen": ("embedding", "w_gate_up")})
     plans = []

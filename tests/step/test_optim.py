@@ -142,9 +142,9 @@ OWN = {
 @pytest.fixture(
     params=[
         pytest.param("lion", marks=pytest.mark.long),
-        pytest.param("momentum", marks=pytest.mark.slow),
+        pytest.param("momentum", marks=pytest.mark.long),
         pytest.param("signs", marks=pytest.mark.long),
-        "lion_of_layer_matrices",
+        pytest.param("lion_of_layer_matrices", marks=pytest.mark.slow),
     ]
 )
 def own(request, monkeypatch) -> str:

@@ -51,10 +51,6 @@ def long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
-
-
 def rows_of(config: Config, step: int) -> dict[str, np.ndarray]:
     """Rows [B, T] of random answers, all fields; the same on every mesh."""
     batch = make_rows(config, step)

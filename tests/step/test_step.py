@@ -143,6 +143,7 @@ def test_evaluation_sums_what_training_averages():
     assert int(totals.num_counted) == int(metrics["tokens"])
 
 
+@pytest.mark.slow
 def test_ten_steps_learn_one_batch():
     config = tiny_config().changed({"optimizer.learning_rate": 3e-2})
     state, batch = init_state(config), to_device(config, random_rows(config, 0))

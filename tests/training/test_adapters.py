@@ -147,7 +147,7 @@ def flops(config: Config) -> float:
     return counted["flops"]
 
 
-@pytest.mark.parametrize(("remat", "most"), [("none", 0.70), long("full", 0.78)])
+@pytest.mark.parametrize(("remat", "most"), [slow("none", 0.70), long("full", 0.78)])
 def test_no_gradient_of_a_frozen_matrix_is_computed(remat, most):
     full = tiny_config().changed(
         {

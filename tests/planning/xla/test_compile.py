@@ -253,7 +253,7 @@ def test_matmuls_multiply_and_collectives_carry_eight_bits(gpu_compiler):
 @pytest.mark.parametrize(
     ("stack", "remat", "micro_batches"),
     [
-        ("prefetch", "save_attention", 2),
+        pytest.param("prefetch", "save_attention", 2, marks=pytest.mark.long),
         pytest.param("unrolled", "full", 1, marks=pytest.mark.long),
         pytest.param("prefetch", "full", 1, marks=pytest.mark.long),
         pytest.param("unrolled", "save_attention", 2, marks=pytest.mark.long),
