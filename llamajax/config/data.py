@@ -30,7 +30,7 @@ def is_remote(path: str) -> bool:
 class SourceConfig(Section):
     """One collection of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "preference", "tokenized", "megatron"]
+    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "preference", "prompt", "tokenized", "megatron"]
     """Format of the documents. `text`: one document per file. `jsonl`: one per line, or per element of a file that is one
     JSON array. `parquet` and `arrow` (written by Hugging Face `datasets`): one per row. `stdlib`: the sources and help texts
     of the Python standard library that runs this program. `chat`: one conversation per record, rendered with

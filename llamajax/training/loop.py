@@ -10,7 +10,7 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.loader import Loader
-from llamajax.data.rows.position import PassedOver, next_row
+from llamajax.data.rows.position import PassedOver, next_row, rows_read
 from llamajax.errors import SaveError
 from llamajax.estimates.formulas import kinds_of_layers
 from llamajax.evaluation.held_out import evaluate
@@ -286,7 +286,7 @@ def meta_after(
 def position_meta(config: Config, step: int, passed_over: Sequence[PassedOver]) -> dict[str, Any]:
     """Returns what a checkpoint says about the data position of the run after `step` steps."""
     return {
-        "position": next_row(step, config.train.rows_after, passed_over),
+        "position": next_row(step, rows_read(config), passed_over),
         "tokens": config.tokens_after(step),
         "passed_over": [dataclasses.asdict(window) for window in passed_over],
     }

@@ -17,7 +17,7 @@ from llamajax.data import cache
 from llamajax.data.chat.chat_template import TEMPLATE_FILE
 from llamajax.data.rows.order import Proportions
 from llamajax.data.rows.packing import Row
-from llamajax.data.rows.position import PassedOver
+from llamajax.data.rows.position import PassedOver, rows_read
 from llamajax.data.rows.preferences import with_fields
 from llamajax.data.rows.rows import PackedSource, RowPlace, RowPlaces, cache_error
 from llamajax.data.rows.stages import Passes, StageRows, stage_orders, takes_part
@@ -195,9 +195,9 @@ def _prepare(
                 _check_rows(own, "data.seq_len" if seq_len == data.seq_len else "a row in data.stages")
     held_out = {seq_len: _held_out(config, of_length) for seq_len, of_length in packed.items()}
     rows = {seq_len: [own.train_places for own in of_length] for seq_len, of_length in packed.items()}
-    orders = stage_orders(stages, rows, config.seed, config.train.rows_after)
+    orders = stage_orders(stages, rows, config.seed, rows_read(config))
     of_stages = tuple(
-        StageRows(config.train.rows_after(stage.from_step), order, held_out[stage.seq_len])
+        StageRows(rows_read(config)(stage.from_step), order, held_out[stage.seq_len])
         for stage, order in zip(stages, orders, strict=True)
     )
     keys = {seq_len: [own.rows_key for own in of_length] for seq_len, of_length in packed.items()}
@@ -215,7 +215,7 @@ def _prepare(
         fingerprint=fingerprints[0],
         stage_fingerprints=tuple((stage.from_step, own) for stage, own in zip(stages[1:], fingerprints[1:], strict=True)),
         content=cache.key_of([own.content for of_length in packed.values() for own in of_length]),
-        passes=Passes(stages, num_rows, config.train.rows_after),
+        passes=Passes(stages, num_rows, rows_read(config)),
         keys=tuple(tokens.source.key for tokens in found.sources),
         held_out_of_sources=tuple(own.held_out_rows for own in packed[data.seq_len]),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.packing import Row, fill_row
-from llamajax.data.rows.position import PassedOver, next_row
+from llamajax.data.rows.position import PassedOver, next_row, rows_read
 from llamajax.data.rows.preferences import with_fields
 from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids, fields
 
@@ -72,7 +72,7 @@ class Loader:
 
     def _load(self, step: int) -> Batch:
         train, data, rows = self._config.train, self._config.data, self._config.train.micro_batch_size
-        first, number = next_row(step, train.rows_after, self._passed_over), data.stage_at(step)
+        first, number = next_row(step, rows_read(self._config), self._passed_over), data.stage_at(step)
         dataset, accumulated = self._datasets[number], train.batch_size_at(step) // rows
         shape = (accumulated, rows, data.all_stages[number].seq_len)
 
