@@ -188,7 +188,7 @@ def print_header(config: Config, model: Any) -> None:
     if config.adapters.enabled:
         own = sum(trained_weights(config, config.model).values())
         log(f"adapters   {config.adapters.described}: {format_count(own)} parameters to train ({own / num_params:.2%})")
-    if config.objective.is_preference:
+    if config.objective.kind != "next_token":
         log(f"objective  {config.objective.described(config.adapters)}")
     print_table(parameter_table(model))
 

@@ -54,6 +54,12 @@ class Loader:
         self.wait_s = time.monotonic() - started
         return step, batch
 
+    def take(self, step: int) -> tuple[Batch, dict[str, float]]:
+        """Returns the batch of the step after `step` finished steps, which must be the next one, and no metrics of it."""
+        loaded, batch = next(self)
+        assert loaded == step
+        return batch, {}
+
     def __enter__(self) -> Self:
         return self
 
