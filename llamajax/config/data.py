@@ -52,8 +52,8 @@ class SourceConfig(Section):
     `arrow`, `chat`, `preference`, `prompt`, `tokenized`: a directory of `Dataset.save_to_disk`. Files that systems write
     beside data (`._*`, `.DS_Store`, `_SUCCESS`, `*.crc`, `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) are
     skipped and counted. A file with several names here, by links or overlapping globs, is read once; to read one more often,
-    raise `weight`. `megatron`: the common prefix of a `.bin` and its `.idx`, or one of the two files. Addresses, and globs of
-    them, are files that `fsspec` fetches into `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and
+    raise `weight`. `megatron`: the common prefix of a `.bin` and its `.idx`, or one of the two files. Addresses, and globs
+    of them, are files that `fsspec` fetches into `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and
     others, with the credentials that each store's own package finds."""
     text_key: str = "text"
     """`jsonl`, `parquet`, `arrow`: field or column with the text. `a.b`: the field b inside a, unless a field is called

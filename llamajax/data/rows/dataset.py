@@ -342,20 +342,22 @@ def _check_rows(packed: PackedSource, of_row: str) -> None:
 def _describe(packed: PackedSource) -> str:
     """Returns a line about a source's content and its conversations that are too long for the rows."""
     source, counts, seq_len, num_rows = packed.source, packed.tokens.counts, packed.seq_len, packed.num_rows(TRAIN)
-    has_prompts = source.format.has_prompts
     which = "with an empty answer" if source.format.has_preferences else "empty ones"
     skipped = f" ({counts.empty:,} {which} skipped)" if counts.empty else ""
-    full = f"{num_rows:,} rows" + (f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else "")
-    rows = f"at most {packed.longest_prompt:,}; {num_rows:,} to train on" if has_prompts else full
+    full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
+    rows = f"; {num_rows:,} rows{full}; held out: {packed.num_rows(HELD_OUT):,} rows"
+    if source.format.has_prompts:
+        rows = f", at most {packed.longest_prompt:,}; {num_rows:,} to train on; held out: {packed.num_rows(HELD_OUT):,}"
     tokens = counts.tokens
     size = f" {counts.text_bytes / 1e6:,.1f} MB," if counts.text_bytes else ""
     what = _what(packed)
     labels = f" ({counts.desirable:,} desirable, {counts.undesirable:,} undesirable)" if what == "answers" else ""
     return (
-        f"data       {source.key} {source.config.kind}: {counts.documents:,} {what}{labels}{skipped},"
-        f"{size} {tokens:,} tokens,"
-        f" {tokens / max(counts.documents, 1):,.0f} per {what[:-1]}{', ' if has_prompts else '; '}{rows};"
-        f" held out: {packed.num_rows(HELD_OUT):,}{'' if has_prompts else ' rows'}"
+        (
+            f"data       {source.key} {source.config.kind}: {counts.documents:,} {what}{labels}{skipped},"
+            f"{size} {tokens:,} tokens,"
+            f" {tokens / max(counts.documents, 1):,.0f} per {what[:-1]}{rows}"
+        )
         + _describe_split(counts)
         + _describe_too_long(packed)
     )

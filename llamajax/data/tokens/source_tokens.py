@@ -110,7 +110,8 @@ class ShardedTokens:
         return Counts(
             documents=index.documents, tokens=int(index.tokens_of_shard.sum()) - index.record_bytes,
             text_bytes=index.text_bytes, space_signs=index.space_signs, empty=index.empty, bad=index.bad,
-            first_bad=index.first_bad, more=index.more, split=index.split, desirable=index.desirable, undesirable=index.undesirable,
+            first_bad=index.first_bad, more=index.more, split=index.split,
+            desirable=index.desirable, undesirable=index.undesirable,
         )  # fmt: skip
 
     @property
