@@ -121,6 +121,10 @@ class ObjectiveConfig(Section):
         """Returns how many rows of the data the first `rows` rows of all batches take: each, or one prompt per group."""
         return rows // self.rollout.group_size if self.is_on_policy else rows
 
+    def tokens_of_data(self, seq_len: int) -> int:
+        """Returns how many tokens of the data a row of `seq_len` tokens has room for: all, or those beside a completion."""
+        return seq_len - self.rollout.max_tokens if self.is_on_policy else seq_len
+
     @property
     def has_reference(self) -> bool:
         """Whether it compares the model with a reference."""
