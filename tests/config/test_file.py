@@ -221,7 +221,7 @@ EDITS = [
     ("  head_dim: 8", "  head_dim: 8\n  tie_embeddings: 'true'", "10: model.tie_embeddings: must be true or false, but"),
     ("  head_dim: 8", "  head_dim: 8\n  remat: ful", "10: model.remat: must be one of auto, none, save_attention_qkv_mlp, "),
     ("kind: stdlib", "kind: stdlb",
-     "12: data.sources.0.kind: must be one of text, jsonl, parquet, arrow, stdlib, chat, preference, tokenized, megatron"),
+     "12: data.sources.0.kind: must be one of text, jsonl, parquet, arrow, stdlib, chat, preference, prompt, tokenized,"),
     ("runs/tiny", "2024", '1: run_dir: must be text, but YAML reads 2024 as int; write "2024"'),
     ("runs/tiny", "1e3", '1: run_dir: must be text, but YAML reads 1e3 as float; write "1e3"'),
     ("runs/tiny", "no", '1: run_dir: must be text, but YAML reads no as bool; write "no"'),

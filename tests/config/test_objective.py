@@ -2,6 +2,7 @@
 
 import pytest
 
+from llamajax.config.conversations import FieldNames, RoleNames
 from llamajax.config.data import SourceConfig, StageConfig
 from llamajax.config.objective import ObjectiveConfig
 from llamajax.errors import ConfigError
@@ -44,6 +45,16 @@ def test_the_reference_is_below_the_adapters_or_cached():
     cached = adapted.changed({"objective.reference": "cached"})
     assert cached.objective.reference_of(cached.adapters) == "cached"
     assert DPO.changed({"objective.kind": "orpo", "init_from": None}).objective.reference_of(DPO.adapters) is None
+
+
+def test_prompts_may_have_a_template_fields_and_roles():
+    fields, roles = FieldNames(prompt="a", messages="b", instruction="c", content="d", tools="e"), RoleNames(user=("f",))
+    source = SourceConfig(kind="prompt", paths=("x",), fields=fields, roles=roles, max_bad_records=3)
+    changes = {"data.sources": (source,), "data.chat_template": "x", "init_from": "model", "objective.kind": "grpo"}
+    config = tiny_config().changed(changes | {"objective.rollout.max_tokens": 4})
+    assert config.objective.tokens_of_data(config.data.seq_len) == 12
+    with pytest.raises(ConfigError, match="next_token has no use for sources of kind=prompt; set grpo"):
+        tiny_config().changed({"data.sources": (source,)})
 
 
 @pytest.mark.parametrize(
