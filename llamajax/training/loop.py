@@ -303,7 +303,7 @@ class _Progress:
 
 def _shown(text: str) -> str:
     """Returns the beginning of a text on one line."""
-    line = " ".join(text.split())
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
     return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}..."
 
 

@@ -1,5 +1,7 @@
 """Encodes prompts to token ids, with their records beside them."""
 
+import json
+
 import numpy as np
 
 from llamajax.data.chat.chat_template import ChatTemplate
@@ -14,10 +16,11 @@ BYTES = 2**8
 
 
 def encode_prompt(template: ChatTemplate | None, tokenizer: Tokenizer, prompt: PromptRecord) -> list[Encoded]:
-    """Returns two sequences: the tokens of the prompt, up to where the model continues, and the bytes of its record.
+    """Returns two sequences: the tokens of the prompt, up to where the model continues, and the bytes of a JSON list, which
+    has the prompt as a text or as messages, and its record.
 
-    The cache stores both like the two answers of a preference, so each byte of the record takes the place of an id. These
-    ids are no tokens: they may reach `BYTES` where a vocabulary is smaller. Nothing of either sequence is trained on.
+    The cache stores both like the two answers of a preference, so each byte takes the place of an id. These ids are no
+    tokens: they may reach `BYTES` where a vocabulary is smaller. Nothing of either sequence is trained on.
 
     Raises:
         DataError: see `encode_messages`; or the prompt has messages, and there is no template.
@@ -31,5 +34,7 @@ def encode_prompt(template: ChatTemplate | None, tokenizer: Tokenizer, prompt: P
         )
     else:
         ids = encode_messages(template, tokenizer, prompt.conversation.messages, prompt.conversation.variables)
-    record = np.frombuffer(prompt.record, np.uint8).astype(np.int32)
-    return [Encoded(part, np.zeros(len(part), bool)) for part in (ids, record)]
+    said = prompt.text if prompt.conversation is None else prompt.conversation.messages
+    beside = b"[%s,%s]" % (json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode(), prompt.record)
+    of_bytes = np.frombuffer(beside, np.uint8).astype(np.int32)
+    return [Encoded(part, np.zeros(len(part), bool)) for part in (ids, of_bytes)]

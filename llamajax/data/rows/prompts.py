@@ -1,7 +1,7 @@
 """Prompts of a run, each in a row of its own, with the record that it is from.
 
-The row of a prompt is no row of a batch. It has `tokens`, the ids of the prompt, and `record`, the bytes of its record as
-JSON.
+The row of a prompt is no row of a batch. It has `tokens`, the ids of the prompt, and `record`, the bytes of JSON beside them
+(`llamajax.data.chat.prompt_tokens`).
 """
 
 import json
@@ -21,6 +21,8 @@ class Prompt(NamedTuple):
 
     ids: tuple[int, ...]
     """Its token ids, at least one."""
+    said: str | list[dict[str, Any]]
+    """The prompt as a text, or as messages, for reward functions."""
     record: dict[str, Any]
     """The whole record that it is from, for reward functions."""
 
@@ -34,7 +36,8 @@ def prompt_row(piece: Piece) -> Row:
 
 def prompt_of_row(row: Row) -> Prompt:
     """Returns the prompt in a row of `prompt_row`."""
-    return Prompt(tuple(row["tokens"].tolist()), json.loads(row["record"].astype(np.uint8).tobytes()))
+    said, record = json.loads(row["record"].astype(np.uint8).tobytes())
+    return Prompt(tuple(row["tokens"].tolist()), said, record)
 
 
 class PromptIndex:

@@ -25,7 +25,7 @@ def test_texts_and_messages(mistral):
     text = prompt_of({"prompt": "2 + 2 =", "answer": "é"}, ChatForm())
     ids, record = encode_prompt(None, mistral, text)
     assert ids.ids.tolist() == mistral.encode_prompt("2 + 2 =")
-    assert bytes(record.ids.tolist()) == '{"prompt":"2 + 2 =","answer":"é"}'.encode()
+    assert bytes(record.ids.tolist()) == '["2 + 2 =",{"prompt":"2 + 2 =","answer":"é"}]'.encode()
     assert not ids.learnt.any()
     assert len(record.learnt) == len(record.ids)
     asked = prompt_of({"prompt": [{"role": "user", "content": "2 + 2?"}], "system": "Add."}, ChatForm())
