@@ -237,7 +237,7 @@ def _metrics(rewards: Rewards, found: Rewarded, own: slice) -> dict[str, float]:
     groups = found.rewards[own].reshape(-1, found.group_size)
     told = {
         "reward": float(groups.mean()),
-        "reward_std": float(groups.std(axis=1).mean()),
+        **({"reward_std": float(groups.std(axis=1).mean())} if found.group_size > 1 else {}),
         "completion_tokens": float(np.mean([len(completion.tokens) for completion in completions])),
         "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
     }
