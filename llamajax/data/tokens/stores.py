@@ -143,7 +143,7 @@ class ShardStore:
         return PromptPlaces(
             starts=offsets[:-1],
             lengths=np.diff(offsets),
-            num_tokens=np.add.reduceat(is_prompt, offsets[:-1], dtype=np.int64),  # no prompt is without tokens
+            num_tokens=np.add.reduceat(is_prompt, offsets[:-1], dtype=np.int64),  # each has a record, so none is empty
             sides=np.asarray(is_held_out(shard.hashes[:], self.held_out_fraction)).astype(np.uint8),
         )
 
