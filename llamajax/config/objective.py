@@ -141,6 +141,10 @@ class ObjectiveConfig(Section):
             return None
         return ("base" if adapters.enabled else "cached") if self.reference == "auto" else self.reference
 
+    def holds_reference(self, adapters: AdaptersConfig) -> bool:
+        """Whether the run holds the weights that it starts from, to compare completions with them."""
+        return self.is_on_policy and self.kl_weight > 0 and not adapters.enabled
+
     def forward_passes(self, adapters: AdaptersConfig) -> int:
         """Returns the number of passes without gradients that a step takes through every row: that of the reference, and for
         `kto` those through the prompts with other answers."""

@@ -297,7 +297,7 @@ def with_rewards(trainer: Trainer, beginning: Beginning, rewards: Rewards) -> Tr
     if TEMPLATE_FILE in files:
         template = ChatTemplate(files[TEMPLATE_FILE].decode(), tokenizer, TEMPLATE_FILE)
     pretrained, held, meta = open_first_weights(config), None, trainer.meta
-    if config.objective.kl_weight and not config.adapters.enabled:
+    if config.objective.holds_reference(config.adapters):
         dtype = config.model.compute_dtype
         held = jax.jit(lambda model: jax.tree.map(lambda x: x.astype(dtype), model))(first_state(config, pretrained).model)
         meta = meta | {"reference": fingerprint(held)}

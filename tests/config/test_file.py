@@ -162,7 +162,8 @@ def everything(monkeypatch) -> Config:
             flags=("xla_a=true", "xla_b=1e3"),
         ),
         watchdog=WatchdogConfig(
-            enabled=False, factor=1.5, start_s=0.5, compile_s=1e9, load_s=2.0, step_s=3.0, save_s=4.0, evaluate_s=5.0
+            enabled=False, factor=1.5, start_s=0.5, compile_s=1e9, load_s=2.0, step_s=3.0, save_s=4.0, evaluate_s=5.0,
+            rollout_s=6.0,
         ),
         profile=ProfileConfig(start_step=1, num_steps=2),
         sample=SampleConfig(prompt="Once: upon # a time ", max_tokens=3, temperature=0.0),

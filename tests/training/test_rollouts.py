@@ -52,14 +52,16 @@ def told(config: Config) -> list[dict[str, float]]:
 
 
 def test_it_learns_what_is_rewarded(folder):
-    """The toy task: from 20 steps, completions have several times as many of a letter, on held-out prompts too."""
-    config = grpo(folder, "learns", **{"train.num_steps": 20, "train.eval_batches": 1, "train.eval_every": 19})
+    """The toy task: within 15 steps, completions have several times as many of a letter, on held-out prompts too."""
+    config = grpo(folder, "learns", **{
+        "train.num_steps": 15, "train.eval_batches": 1, "optimizer.learning_rate": 5e-2, "optimizer.grad_clip_norm": None,
+    })  # fmt: skip
     llamajax.train(config, rewards=share_of_e)
     steps = [record for record in records(config) if "train/reward" in record]
     first, last = (np.mean([step["train/reward"] for step in some]) for some in (steps[:3], steps[-3:]))
-    assert last > 2 * first
+    assert last > 3 * first
     held_out = [record["eval/reward"] for record in records(config) if "eval/reward" in record]
-    assert held_out[-1] > 2 * first
+    assert held_out[-1] > 3 * first
     assert {"train/divergence", "train/completion_tokens", "train/truncated", "train/reward_std"} <= steps[0].keys()
     assert steps[0]["train/divergence"] == pytest.approx(0, abs=1e-6)
     assert steps[-1]["train/divergence"] > 0.01
@@ -78,7 +80,7 @@ def test_advantages_compare_the_completions_of_a_prompt():
 @pytest.mark.slow
 def test_a_run_resumes_exactly_amid_a_rollout(folder):
     """Checkpoint 2 lies within the completions of steps 1 to 3, which step 3 trains on after the resume."""
-    changes = {"objective.rollout.steps": 3, "optimizer.learning_rate": 3e-3}
+    changes = {"objective.rollout.steps": 3, "optimizer.learning_rate": 5e-2, "optimizer.grad_clip_norm": None}
     config = grpo(folder, "unbroken", **changes)
     llamajax.train(config, rewards=share_of_e)
     assert (folder / "unbroken" / "checkpoints" / "2" / "files" / "rollout.npz").exists()
