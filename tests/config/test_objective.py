@@ -75,8 +75,8 @@ GRPO = tiny_config().changed({
         ({"objective.rollout.max_tokens": 16}, "objective.rollout.max_tokens: 16 leaves no room for prompts"),
         ({"objective.beta": 0.3}, "beta: 0.3 has no effect with kind=grpo"),
         ({"objective.reference": "base"}, "reference: base has no effect with kind=grpo"),
-        ({"mesh.pipeline": 2}, "mesh.pipeline: 2 is not possible with objective.kind=grpo"),
-        ({"train.global_batch_ramp": BatchRampConfig(start=16, increment=16, sequences=64)},
+        ({"mesh.pipeline": 2, "parallel.zero": 1}, "mesh.pipeline: 2 is not possible with objective.kind=grpo"),
+        ({"train.global_batch_ramp": BatchRampConfig(start=16, increment=16, sequences=64), "train.grad_accum_steps": 2},
          "train.global_batch_ramp: is not possible with objective.kind=grpo"),
     ],
 )  # fmt: skip
