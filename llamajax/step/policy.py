@@ -31,8 +31,9 @@ def policy_loss(weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array],
     these count alike; and for reports its sums.
 
     A token with the ratio r of its probabilities, now and when it was written, and the advantage A has the loss
-    -min(r A, clip(r) A) + `kl_weight` (q - log q - 1), where q is the ratio of its probabilities under the reference and
-    now (arXiv:2402.03300, equations 3 and 4).
+    -min(r A, clip(r) A) + `kl_weight` r (q - log q - 1), where q is the ratio of its probabilities under the reference and
+    now (arXiv:2402.03300, equations 3 and 4). The r in the second term gives it the gradient of the divergence
+    (arXiv:2512.02556, section 3.1).
 
     Args:
         weights: the Llama, prepared or as stored.
@@ -53,7 +54,7 @@ def policy_loss(weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array],
     if objective.kl_weight:
         log_ratio = given["reference"] - own
         divergence = jnp.expm1(log_ratio) - log_ratio
-        losses += objective.kl_weight * divergence
+        losses += objective.kl_weight * ratio * divergence
     lengths = jnp.sum(is_learned, axis=1, keepdims=True, dtype=jnp.float32)
     shares = 1 / jnp.maximum(lengths, 1.0) if objective.length_normalized else 1.0
     loss = jnp.sum(jnp.where(is_learned, losses * shares, 0.0))

@@ -60,7 +60,7 @@ def test_steps_equal_those_of_one_device(kind, mesh, changes):
 
 
 def in_numpy(config: Config, batch: dict[str, np.ndarray], own: np.ndarray) -> dict[str, float]:
-    """Metrics of a step by the paper's equations, token by token."""
+    """Metrics of a step by the papers' equations, token by token."""
     objective, losses, clipped, divergences, rows = config.objective, [], 0, [], []
     high = objective.clip_low if objective.clip_high is None else objective.clip_high
     for b in range(len(own)):
@@ -72,7 +72,7 @@ def in_numpy(config: Config, batch: dict[str, np.ndarray], own: np.ndarray) -> d
             log_q = float(batch["reference"][b, t] - own[b, t])
             divergences.append(math.exp(log_q) - log_q - 1)
             clipped += ratio * advantage > bounded * advantage
-            of_row.append(-min(ratio * advantage, bounded * advantage) + objective.kl_weight * divergences[-1])
+            of_row.append(-min(ratio * advantage, bounded * advantage) + objective.kl_weight * ratio * divergences[-1])
         losses += of_row
         rows += [sum(of_row) / len(of_row)] if of_row else []
     per = rows if objective.length_normalized else losses
