@@ -111,7 +111,7 @@ class Rollouts:
             dataset, first = self._datasets[config.data.stage_at(of_step)], self._first_row(of_step)
             prompts += map(dataset.prompt, range(first, first + objective.rows_of_data(config.train.global_batch_size)))
         found = self._rewarded(prompts, objective.rollout.group_size, state, step)
-        rows = _rows(objective, found, config.data.seq_len)
+        rows = rows_of(objective, found, config.data.seq_len)
         self._add_log_probs(rows, state)
         size, self._steps = config.train.global_batch_size, {}
         for number, of_step in enumerate(range(step, last)):
@@ -218,7 +218,7 @@ def advantages(objective: ObjectiveConfig, rewards: Float32[np.ndarray, "N"]) ->
     return above.reshape(-1).astype(np.float32)
 
 
-def _rows(objective: ObjectiveConfig, found: Rewarded, seq_len: int) -> list[Row]:
+def rows_of(objective: ObjectiveConfig, found: Rewarded, seq_len: int) -> list[Row]:
     """Returns a row for every completion: prompt and completion, the tokens of which are its targets, with advantages."""
     rows: list[Row] = []
     above = advantages(objective, found.rewards)

@@ -10,8 +10,10 @@ import pytest
 import llamajax
 from llamajax.config.objective import ObjectiveConfig, RolloutConfig
 from llamajax.config.run import Config
+from llamajax.data.rows.prompts import Prompt
 from llamajax.errors import CheckpointError, ConfigError, DataError
-from llamajax.training.rollouts import advantages
+from llamajax.generation.completion import Completion
+from llamajax.training.rollouts import Rewarded, advantages, rows_of
 from tests.test_library import load
 
 GROUP = 8
@@ -75,6 +77,21 @@ def test_advantages_compare_the_completions_of_a_prompt():
     np.testing.assert_array_equal(found[4:], 0)
     unscaled = advantages(ObjectiveConfig(kind="grpo", scale_rewards=False, rollout=RolloutConfig(group_size=4)), rewards)
     np.testing.assert_allclose(unscaled, [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
+
+
+def test_a_row_learns_its_completion_from_the_first_token_to_the_end():
+    objective = ObjectiveConfig(kind="grpo", rollout=RolloutConfig(group_size=2))
+    prompts = [Prompt((1, 5, 6), "ab", {}), Prompt((1, 7), "c", {})]
+    completions = [Completion("x", tokens, "stop", 0.0) for tokens in ((8, 9, 2), (8, 2), (4, 2), (3, 3, 3, 3))]
+    rewards = np.array([1, 0, 0, 2], np.float32)
+    rows = rows_of(objective, Rewarded(prompts, completions, rewards[:, None], rewards), 8)
+    assert [row["targets"].tolist() for row in rows] == [
+        [-1, -1, 8, 9, 2, -1, -1, -1], [-1, -1, 8, 2, -1, -1, -1, -1], [-1, 4, 2, -1, -1, -1, -1, -1],
+        [-1, 3, 3, 3, 3, -1, -1, -1],
+    ]  # fmt: skip
+    assert rows[1]["tokens"].tolist() == [1, 5, 6, 8, 0, 0, 0, 0]
+    for row, advantage in zip(rows, advantages(objective, rewards), strict=True):
+        np.testing.assert_array_equal(row["advantages"], np.where(row["targets"] != -1, advantage, np.float32(0)))
 
 
 @pytest.mark.slow
