@@ -44,6 +44,8 @@ def export(config: Config, out: str, *, with_bos: bool = True) -> None:
         if source.kind == "preference":
             rule = "Megatron-LM's files do not record which answer is chosen"
             raise ConfigError(f"data.sources[{index}].kind: {rule}; remove the source")
+        if source.kind == "prompt":
+            raise ConfigError(f"data.sources[{index}].kind: prompts have nothing to train on; remove the source")
     prefix = str(paths_of(out)[0]).removesuffix(".bin")
     several = len(config.data.sources) > 1
     prefixes = [f"{prefix}_{number}" if several else prefix for number in range(len(config.data.sources))]

@@ -68,7 +68,7 @@ def load_config(config: Name, overrides: Sequence[str] | Mapping[str, Any] = ())
     return read_file(config, texts)
 
 
-def train(config: Config, *, dry_run: bool = False) -> "TrainResult":
+def train(config: Config, *, rewards: Any = None, dry_run: bool = False) -> "TrainResult":
     r"""Trains a run to its last step, or continues the run in `config.run_dir` from its newest checkpoint.
 
     Does what `python -m llamajax.train` does, with the same files in `run_dir` and the same numbers. Ctrl-C (in a notebook:
@@ -78,6 +78,8 @@ def train(config: Config, *, dry_run: bool = False) -> "TrainResult":
 
     Args:
         config: the run.
+        rewards: reward functions for `objective.kind: grpo`: one, a list, or a dict with their weights; see
+            docs/how-to/grpo.md. With several processes, those of process 0 count.
         dry_run: check everything, compile and stop before the first step; nothing is written to `run_dir`.
 
     Returns:
@@ -105,10 +107,12 @@ def train(config: Config, *, dry_run: bool = False) -> "TrainResult":
     """
     _check_files(config)
     from llamajax.results import TrainResult
+    from llamajax.training.rewards import rewards_of
     from llamajax.training.run import run
 
+    functions = None if rewards is None else rewards_of(rewards)
     with _guest():
-        run(config, dry_run=dry_run, owns_process=config.distributed.enabled)
+        run(config, rewards=functions, dry_run=dry_run, owns_process=config.distributed.enabled)
     return TrainResult(Path(config.run_dir).expanduser())
 
 

@@ -11,7 +11,7 @@ def main() -> None:
     with importing():
         from llamajax.training.run import main as train
 
-    train(arguments.config, dry_run="--dry_run" in arguments.options)
+    train(arguments.config, rewards=arguments.options.get("--rewards"), dry_run="--dry_run" in arguments.options)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from converters import arguments
 from llamajax import completion, doctor, errors, report
 from llamajax.commands import complete, verbs
 from llamajax.config import help as help_texts
-from llamajax.config.command import DRY_RUN
+from llamajax.config.command import TRAIN_OPTIONS
 from llamajax.config.evaluate import EvaluateConfig
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.launch import LaunchConfig
@@ -397,7 +397,7 @@ def _value(action: argparse.Action) -> str:
 
 def _options(name: str) -> dict[str, str]:
     """Returns the own options of a command that takes settings."""
-    return DRY_RUN if name == "train" else getattr(importlib.import_module(f"llamajax.{name}"), "OPTIONS", {})
+    return TRAIN_OPTIONS if name == "train" else getattr(importlib.import_module(f"llamajax.{name}"), "OPTIONS", {})
 
 
 def exit_codes() -> str:

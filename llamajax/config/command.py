@@ -75,11 +75,14 @@ def _end_with(text: str) -> typing.NoReturn:
     sys.exit(0)
 
 
-DRY_RUN = {"--dry_run": "Check the data without tokenizing it, compile, report everything, then stop before the first step."}
+TRAIN_OPTIONS = {
+    "--dry_run": "Check the data without tokenizing it, compile, report everything, then stop before the first step.",
+    "--rewards FILE": "Python file with the reward functions of objective.kind=grpo. Its code runs as part of the command.",
+}
 
 
 def parse_run(
-    argv: Sequence[str] | None = None, *, prog: str = "python -m llamajax.train", options: Mapping[str, str] = DRY_RUN
+    argv: Sequence[str] | None = None, *, prog: str = "python -m llamajax.train", options: Mapping[str, str] = TRAIN_OPTIONS
 ) -> Arguments[Config]:
     """Reads the command line of a command that needs the files of a run; see `parse_args`."""
     return parse_args(argv, prog=prog, root=Config, options=options, check=Config.file_problems)

@@ -1,4 +1,4 @@
-"""Settings for records of conversations and preferences: their form, the names of fields and roles, and what is learned."""
+"""Settings for records of conversations, preferences and prompts: form, names of fields and roles, and what is learned."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ class FieldNames(Section):
     """Names of a record's fields where they differ from those of its format; `a.b`: the field b inside a."""
 
     messages: str | None = None
-    """`messages`, `sharegpt`, `preference`: list of messages. Unset: `messages`, or `conversations` for sharegpt; either for
-    `preference`."""
+    """`messages`, `sharegpt`, `preference`, `prompt`: list of messages. Unset: `messages`, or `conversations` for sharegpt;
+    either for `preference` and `prompt`."""
     role: str | None = None
     """Role of a message. Unset: `role` or `from`."""
     content: str | None = None
@@ -49,15 +49,15 @@ class FieldNames(Section):
     tools: str | None = None
     """Tools of a record: a list, or a JSON text of one. Unset: `tools` or `functions`."""
     instruction: str | None = None
-    """`alpaca`, `preference`: question. Unset: `instruction`."""
+    """`alpaca`, `preference`, `prompt`: question. Unset: `instruction`."""
     input: str | None = None
-    """`alpaca`, `preference`: text below the question. Unset: `input`."""
+    """`alpaca`, `preference`, `prompt`: text below the question. Unset: `input`."""
     output: str | None = None
     """`alpaca`, `preference`: answer. Unset: `output`."""
     history: str | None = None
-    """`alpaca`, `preference`: earlier questions and answers. Unset: `history`."""
+    """`alpaca`, `preference`, `prompt`: earlier questions and answers. Unset: `history`."""
     prompt: str | None = None
-    """`prompt_completion`, `preference`: question, a text or messages. Unset: `prompt`."""
+    """`prompt_completion`, `preference`, `prompt`: question, a text or messages. Unset: `prompt`."""
     completion: str | None = None
     """`prompt_completion`, `preference`: answer, a text or messages. Unset: `completion`."""
     chosen: str | None = None
@@ -157,6 +157,9 @@ class ChatForm:
             answers = ("messages", "instruction", "input", "output", "history", "prompt", "completion")
             read = (*answers, *_FIELDS_OF_PREFERENCES, *_FIELDS_OF_MESSAGES, "system", "tools")
             what, remedy = f"kind={kind}", "remove it"
+        elif kind == "prompt":
+            read = ("messages", "instruction", "input", "history", "prompt", *_FIELDS_OF_MESSAGES, "system", "tools")
+            what, remedy = f"kind={kind}", "remove it"
         else:
             read, what = _FIELDS_OF_TOKENS if kind == "tokenized" else (), f"kind={kind}"
             remedy = "set kind: chat, or remove it"
@@ -169,7 +172,7 @@ class ChatForm:
             "train_on": self.train_on,
         }
         for name, value in others.items():
-            is_read = kind == "chat" or (kind == "preference" and name == "roles")
+            is_read = kind == "chat" or (kind in ("preference", "prompt") and name == "roles")
             if not is_read and value is not None:
                 told = f"{value} " if isinstance(value, str) else ""
                 yield f"{name}: {told}has no effect with kind={kind}; use kind=chat, or remove {name}"

@@ -30,28 +30,30 @@ def is_remote(path: str) -> bool:
 class SourceConfig(Section):
     """One collection of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "preference", "tokenized", "megatron"]
+    kind: Literal["text", "jsonl", "parquet", "arrow", "stdlib", "chat", "preference", "prompt", "tokenized", "megatron"]
     """Format of the documents. `text`: one document per file. `jsonl`: one per line, or per element of a file that is one
     JSON array. `parquet` and `arrow` (written by Hugging Face `datasets`): one per row. `stdlib`: the sources and help texts
     of the Python standard library that runs this program. `chat`: one conversation per record, rendered with
     `data.chat_template`; only what the assistant says is learned. `preference`: one pair of a chosen and a rejected answer
-    per record, or one answer with a `label`, rendered likewise; docs/how-to/chat-data.md lists the forms. `tokenized`: one
-    document per record, as `input_ids` and `labels` (-100: not learned), made with the run's tokenizer. Records of `chat`,
-    `preference` and `tokenized` are lines or elements as in `jsonl`, or rows where a file's name ends in .parquet or .arrow.
+    per record, or one answer with a `label`, rendered likewise. `prompt`: one prompt per record, a text or messages, for the
+    model to complete; reward functions read the record's other fields. docs/how-to/chat-data.md lists the forms.
+    `tokenized`: one document per record, as `input_ids` and `labels` (-100: not learned), made with the run's tokenizer.
+    Records of `chat`, `preference`, `prompt` and `tokenized` are lines or elements as in `jsonl`, or rows where a file's
+    name ends in .parquet or .arrow.
     `megatron`: tokens in the `.bin` and `.idx` files of Megatron-LM, read in place, made with the tokenizer that
     `data.tokenizer.path` names. Files of `text` and of JSON may be compressed (gzip, zstd, bz2, xz), whatever their names,
     and may begin with a byte-order mark."""
     paths: tuple[str, ...] = ()
     """Files, directories or globs (`**` allowed), relative to the working directory; empty for `stdlib`. A directory means
     the files of this kind below it, by suffix: `text` all files, `jsonl` .jsonl, .ndjson and .json, also compressed,
-    `parquet` .parquet, `chat`, `preference` and `tokenized` all of these and .arrow, `megatron` .idx. Hidden files are
-    skipped, as are those in `_temporary` and `_delta_log`; the log counts the files with other suffixes. A glob does not
+    `parquet` .parquet, `chat`, `preference`, `prompt` and `tokenized` all of these and .arrow, `megatron` .idx. Hidden files
+    are skipped, as are those in `_temporary` and `_delta_log`; the log counts the files with other suffixes. A glob does not
     read directories that it matches; the log says so.
-    `arrow`, `chat`, `preference`, `tokenized`: a directory of `Dataset.save_to_disk`. Files that systems write beside data
-    (`._*`, `.DS_Store`, `_SUCCESS`, `*.crc`, `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) are skipped and
-    counted. A file with several names here, by links or overlapping globs, is read once; to read one more often, raise
-    `weight`. `megatron`: the common prefix of a `.bin` and its `.idx`, or one of the two files. Addresses, and globs of
-    them, are files that `fsspec` fetches into `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and
+    `arrow`, `chat`, `preference`, `prompt`, `tokenized`: a directory of `Dataset.save_to_disk`. Files that systems write
+    beside data (`._*`, `.DS_Store`, `_SUCCESS`, `*.crc`, `_started_*`, `_committed_*`, `_metadata`, `_common_metadata`) are
+    skipped and counted. A file with several names here, by links or overlapping globs, is read once; to read one more often,
+    raise `weight`. `megatron`: the common prefix of a `.bin` and its `.idx`, or one of the two files. Addresses, and globs
+    of them, are files that `fsspec` fetches into `data.cache_dir`: s3://, gs://, https://, hf://datasets/ORG/NAME/... and
     others, with the credentials that each store's own package finds."""
     text_key: str = "text"
     """`jsonl`, `parquet`, `arrow`: field or column with the text. `a.b`: the field b inside a, unless a field is called
@@ -61,17 +63,18 @@ class SourceConfig(Section):
     value}. `alpaca`: instruction, output, and optionally input and history. `prompt_completion`: prompt and completion, each
     a text or a list of messages. All may have `system` and `tools`."""
     fields: FieldNames = field(default_factory=FieldNames)
-    """`chat`, `preference`, `tokenized`: names of fields where they differ, such as {messages: dialog, role: speaker,
-    content: text}."""
+    """`chat`, `preference`, `prompt`, `tokenized`: names of fields where they differ, such as {messages: dialog, role:
+    speaker, content: text}."""
     roles: RoleNames = field(default_factory=RoleNames)
-    """`chat`, `preference`: further names of roles, such as {user: [customer], assistant: [agent]}."""
+    """`chat`, `preference`, `prompt`: further names of roles, such as {user: [customer], assistant: [agent]}."""
     train_on: TrainOn | None = None
     """`chat`: messages that are learned unless a mark says otherwise. `all`: every message of the assistant. `last`: its
     last one. `none-of-prompt`: those of the completion, for `prompt_completion`. Unset: `none-of-prompt` there, else
     `all`."""
     max_bad_records: NonNegativeInt = 0
-    """`jsonl`, `parquet`, `arrow`, `chat`, `preference`, `tokenized`: number of malformed lines or rows (null text, broken
-    JSON, a conversation that the template refuses) that are skipped and counted. One more stops the run at its start."""
+    """`jsonl`, `parquet`, `arrow`, `chat`, `preference`, `prompt`, `tokenized`: number of malformed lines or rows (null
+    text, broken JSON, a conversation that the template refuses) that are skipped and counted. One more stops the run at its
+    start."""
     split: str | None = None
     """`megatron`: division of each file's documents, in order, such as 969,30,1: training, held out, and left for tests, as
     in Megatron-LM. Unset: the last `data.held_out_fraction` of them is held out."""
@@ -96,7 +99,12 @@ class SourceConfig(Section):
 
     @property
     def is_rendered(self) -> bool:
-        """Whether a chat template writes the documents."""
+        """Whether a chat template writes the documents, or for prompts, those of them that are messages."""
+        return self.kind in ("chat", "preference", "prompt")
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether all documents need a chat template; prompts that are texts need none."""
         return self.kind in ("chat", "preference")
 
     def broken_rules(self) -> Iterator[str]:
@@ -116,7 +124,7 @@ class SourceConfig(Section):
             yield f"split: {self.split!r} must be one to three numbers with commas between them; write 969,30,1"
         elif self.split is not None and not float(self.split.partition(",")[0]):
             yield f"split: {self.split} leaves nothing to train on; raise its first number"
-        if self.kind in ("chat", "preference", "tokenized") and self.text_key not in ("", "text"):
+        if self.kind in ("chat", "preference", "prompt", "tokenized") and self.text_key not in ("", "text"):
             yield f"text_key: {self.text_key} has no effect with kind={self.kind}; set fields, or remove text_key"
         yield from self.form.broken_rules(self.kind)
 
@@ -190,13 +198,13 @@ class DataConfig(Section):
     """Mean number of tokens per document, from which plans count attention where documents see only themselves. Unset: whole
     rows. Training counts the real documents."""
     chat_template: str | None = None
-    """Jinja file that renders conversations of `chat` and `preference` sources as text, in the form of Hugging Face
-    tokenizers; unset: the template beside the tokenizer. configs/chat_templates/llama3.jinja and others come with llamajax:
-    a path that begins with configs/ and does not exist here names the shipped file."""
+    """Jinja file that renders conversations of `chat`, `preference` and `prompt` sources as text, in the form of Hugging
+    Face tokenizers; unset: the template beside the tokenizer. configs/chat_templates/llama3.jinja and others come with
+    llamajax: a path that begins with configs/ and does not exist here names the shipped file."""
     held_out_fraction: ShareBelowOne = 0.01
     """Share of the documents that is held out for evaluation. A hash of the text, without the white space at its ends,
-    chooses them, so copies of a text, and the pieces of a long one, are on the same side. `preference`: a hash of the
-    prompt, so all answers to it are on the same side."""
+    chooses them, so copies of a text, and the pieces of a long one, are on the same side. `preference`, `prompt`: a hash of
+    the prompt, so all answers to it, and all records with it, are on the same side."""
     cache_dir: str = DEFAULT_CACHE_DIR
     """Folder of tokenized documents, addressed by their content and shared between runs. It also keeps copies of remote
     files, in `remote`, which may be removed once the tokens are made."""
@@ -224,7 +232,7 @@ class DataConfig(Section):
             if index and stage.from_step <= (before := self.stages[index - 1].from_step):
                 yield f"{key}.from_step: {stage.from_step} must be above {before} of the stage before; put them in order"
         if self.chat_template is not None and not any(source.is_rendered for source in self.sources):
-            yield "chat_template: has no effect without a source of kind=chat or preference; add one, or remove it"
+            yield "chat_template: has no effect without a source of kind=chat, preference or prompt; add one, or remove it"
 
     def problems_without_model(self) -> Iterator[str]:
         """Yields a `data.key: rule; remedy` line if the run has no tokenizer, unless a model brings one."""

@@ -43,6 +43,8 @@ class WatchdogConfig(Section):
     progress to the next, and the other processes wait up to twice as long."""
     evaluate_s: PositiveFloat = 1800.0
     """Seconds for an evaluation, or for the sample at the end."""
+    rollout_s: PositiveFloat = 3600.0
+    """Seconds to write and reward the completions of a rollout."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,7 +233,7 @@ def copy_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
 
     def num_bytes(of: Callable[[str], bool]) -> int:
         sizes = {name: size for name, size in weights(config.model).items() if name in names and of(name)}
-        return width * _per_device(stored_by_stage(config.model, sizes, mesh), shards)
+        return width * per_device(stored_by_stage(config.model, sizes, mesh), shards)
 
     on_host = num_bytes(lambda name: name in away and is_layer_matrix(name))
     return num_bytes(lambda name: True) - on_host, on_host
@@ -250,7 +250,7 @@ def _state_bytes(config: Config, mesh: Mapping[str, int], *, on_host: bool = Fal
         name: size * sum(((name, n) in away) == on_host for n in range(moments.of_weight(is_matrix=is_layer_matrix(name))))
         for name, size in trained_weights(config, model).items()
     }
-    stored, moment = (_per_device(stored_by_stage(model, sizes, mesh), shards) for sizes in (own, kept))
+    stored, moment = (per_device(stored_by_stage(model, sizes, mesh), shards) for sizes in (own, kept))
     return DTYPE_BYTES[model.param_dtype] * stored, DTYPE_BYTES[config.optimizer.moment_dtype] * moment
 
 
@@ -262,7 +262,7 @@ def _adapter_state_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, 
         parallel = dataclasses.replace(parallel, zero_data=0)  # blocks stay whole
     held = stored_by_stage(config.model, weights(config.model), mesh)
     bits = {name: size * base_bits(config.adapters, is_layer_matrix=is_layer_matrix(name)) for name, size in held.items()}
-    frozen = math.ceil(_per_device(bits, _stored_shards(parallel, mesh)) / 8)
+    frozen = math.ceil(per_device(bits, _stored_shards(parallel, mesh)) / 8)
     return frozen + DTYPE_BYTES[config.model.param_dtype] * numbers, _adapter_moment_bytes(config) * numbers
 
 
@@ -300,7 +300,7 @@ def held_by_stage(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, i
     return {name: size * own // of_all if name.startswith("layers.") else size for name, size in sizes.items()}
 
 
-def _per_device(sizes: Mapping[str, float], shards: int) -> int:
+def per_device(sizes: Mapping[str, float], shards: int) -> int:
     """Returns the count of numbers on one of `shards` devices, for arrays of the given sizes, split like the weights of the
     same names."""
     split = sum(size for name, size in sizes.items() if name in ("embedding", "head") or is_layer_matrix(name))
@@ -361,16 +361,16 @@ def expected_bytes(
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv + 4 * F) + 3 * scores * 4
     sizes, own_trained = (held_by_stage(config, of_all, mesh) for of_all in (weights(model), trained_weights(config, model)))
-    own = _per_device(sizes, num_parts("embed", mesh) * tensor)
+    own = per_device(sizes, num_parts("embed", mesh) * tensor)
     whole = params_gathered_once(config, mesh)
     # The subset with gradients.
-    own_trained = _per_device(own_trained, num_parts("embed", mesh) * tensor)
+    own_trained = per_device(own_trained, num_parts("embed", mesh) * tensor)
     whole_trained = _gathered_once(config, trained_weights(config, computed), mesh)
     summed = DTYPE_BYTES[config.train.grad_accum_dtype] if config.train.grad_accum_steps > 1 or work.stages > 1 else 0
     # A device's own part of the layers has a narrow copy if its gradients are reduced at the step's end.
     replicas = num_parts("micro_batch", mesh) * sequence // num_parts("embed", mesh)
     late = replicas > 1 and (config.parallel.grad_reduce == "step" or config.parallel.zero_data == 1)
-    copied = _per_device(sizes, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
+    copied = per_device(sizes, tensor) if config.parallel.zero < 3 else whole + (own if late else 0)
     # Weights that are held whole for the step have no stored gradient until the end. Except for `zero: 1`, which holds all,
     # one such gradient of a micro-batch exists at a time: the head's is summed before the embedding's is computed. A
     # pipeline sums each layer's before it computes the next.

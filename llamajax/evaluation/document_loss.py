@@ -183,14 +183,15 @@ def adapt_run(run_config: Config, path: Path, config: EvaluateConfig, model: Mod
     """Returns the run in `path` with this model and its tokenizer, and with batches for this mesh.
 
     Raises:
-        ConfigError: the run has another tokenizer, preferences, or rows that do not fit the model or the mesh.
+        ConfigError: the run has another tokenizer, preferences or prompts, or rows that do not fit the model or the mesh.
     """
     kinds = [source.kind for source in run_config.data.sources]
-    if "preference" in kinds:
-        raise ConfigError(
-            f"data: data.sources[{kinds.index('preference')}] in {path} has preferences, which have no loss of documents;"
-            " name a file with other sources"
-        )
+    for kind, what in (("preference", "preferences"), ("prompt", "prompts")):
+        if kind in kinds:
+            raise ConfigError(
+                f"data: data.sources[{kinds.index(kind)}] in {path} has {what}, which have no loss of documents;"
+                " name a file with other sources"
+            )
     named = run_config.data.tokenizer.path if config.data is not None else None
     if named is not None and load_tokenizer(Path(named).expanduser()).sha256 != tokenizer.sha256:
         raise ConfigError(

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -203,6 +203,11 @@ class Completer:
         self._choice = {"sampling": sampling, "vocab_size": tokenizer.vocab_size}
         self._max_seq_len, self._end_ids = max_seq_len, end_ids
         self._programs: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+
+    def with_model(self, model: Llama, key: jax.Array) -> Self:
+        """Sets other weights of the same types and shardings, and another key; returns the completer."""
+        self._model, self._key = model, key
+        return self
 
     def complete(
         self,

@@ -70,10 +70,11 @@ def attend(
             exps, new_exps = jnp.exp(scores - largest[..., None]), jnp.exp(new_scores - largest[..., None])
             total = jax.lax.psum(jnp.sum(exps, axis=-1), axes_of("seq")) + jnp.sum(new_exps, axis=-1)
             weights, new_weights = ((x / total[..., None]).astype(q.dtype) for x in (exps, new_exps))
-            out = jnp.einsum("BKGTS,BKSH->BTKGH", weights, values, preferred_element_type=jnp.float32)
+            # In this order of dimensions, since XLA for CPUs has no products of bfloat16 that it would have to transpose.
+            out = jnp.einsum("BKGTS,BKSH->BKGTH", weights, values, preferred_element_type=jnp.float32)
             out = jax.lax.psum(out, axes_of("seq"))
-            out = out + jnp.einsum("BKGTN,BNKH->BTKGH", new_weights, v, preferred_element_type=jnp.float32)
-            return out.astype(q.dtype), jnp.moveaxis(jnp.log(total) + largest, -1, 1)
+            out = out + jnp.einsum("BKGTN,BNKH->BKGTH", new_weights, v, preferred_element_type=jnp.float32)
+            return jnp.moveaxis(out, 3, 1).astype(q.dtype), jnp.moveaxis(jnp.log(total) + largest, -1, 1)
 
         whole = q, jnp.broadcast_to(jnp.arange(T), (b, T))
         parts = num_chunks(b * K * G * (own_slots + T), T)

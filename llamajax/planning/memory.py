@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from llamajax.estimates.formulas import host_bytes
 from llamajax.estimates.gpu_memory_budget import Allowance, allowance, room
 from llamajax.estimates.host_memory import host_room
+from llamajax.estimates.rollouts import held_reference_bytes
 from llamajax.kernels.cudnn import workspace_bytes
 from llamajax.planning.cost.attention import planned_kernel
 from llamajax.planning.scopes import MEMORY_KINDS, MemoryKind, Namer, StageArrays
@@ -98,6 +99,7 @@ def memory_plan(step: CompiledStep, module: Module) -> MemoryPlan:
     by_kind["gaps"] += buffers.gap_bytes
     by_kind["workspace"] += _attention_workspace(module)
     run = step.run
+    by_kind["parameters"] += held_reference_bytes(config, run.mesh)
     by_kind["activations"] += further_card_bytes(config, run.mesh)  # step is the form as one program
     assert run.gpu is not None
     return MemoryPlan(

@@ -37,11 +37,17 @@ def fields(config: Config) -> dict[str, type[np.number]]:
     """Returns the fields of the run's batches and their types.
 
     Beside `FIELDS`: `whole_targets`, int32, the targets of prompts too (`orpo`); `reference`, float32, the log-probabilities
-    of the targets by the cached reference; and the same fields with the prefix `OTHER` (`kto`).
+    of the targets by the reference, where it does not run in the step; the same fields with the prefix `OTHER` (`kto`); and
+    of completions, float32, `advantages` and, where a rollout has several steps, `old`, their log-probabilities before the
+    first of them (`grpo`).
     """
     kind, found = config.objective.kind, dict[str, type[np.number]](dict.fromkeys(FIELDS, np.int32))
     if config.objective.reference_of(config.adapters) == "cached":
         found["reference"] = np.float32
+    if config.objective.is_on_policy:
+        found["advantages"] = np.float32
+        found |= {"old": np.float32} if config.objective.rollout.steps > 1 else {}
+        found |= {"reference": np.float32} if config.objective.kl_weight else {}
     if kind == "orpo":
         found["whole_targets"] = np.int32
     if kind == "kto":

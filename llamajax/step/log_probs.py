@@ -4,16 +4,35 @@ The loss of the next token is a sum, so its gradients are ready with it. A loss 
 gradient by what it finds in all of them: the backward pass computes the logits once more.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from llamajax.config.run import Config
+from llamajax.model import Llama
+from llamajax.parallel.sequence import laid_out, whole_rows
 from llamajax.parallel.tensor import shared_axes
 from llamajax.parallel.vocabulary import row_ids, split_softmax
+from llamajax.parallel.zero import PreparedWeights
 from llamajax.step.batch import IGNORE
-from llamajax.step.loss import Gradients, chunk_logits, chunks, sums_and_gradients
+from llamajax.step.loss import Gradients, chunk_logits, chunks, states_and_head, sums_and_gradients
+
+
+def log_probs(weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array], config: Config) -> Float32[Array, "B T"]:
+    """Returns the log-probability of every target of a micro-batch, or 0, in the rows' own order; sharded ("batch", None).
+    Those of `whole_targets` where the batch has them; of completions, those with which they are drawn."""
+    forms: Any = {"parallel": config.parallel, "remat": config.model.remat, "offload": config.offload}
+    hidden, _, head = states_and_head(weights, batch, **forms)
+    if config.objective.is_on_policy:
+        hidden /= config.objective.rollout.temperature
+    targets = laid_out(batch.get("whole_targets", batch["targets"]), config.parallel.sequence)
+    with jax.named_scope("loss"):
+        found: Any = target_log_probs(hidden, head[...], targets, config.model.vocab_size)
+        return whole_rows(found, config.parallel.sequence)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -7,7 +7,7 @@ In a row, pair j has segment 2 j + 1 for the chosen answer and segment 2 j + 2 f
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ from llamajax.config.offload import ON_CARD
 from llamajax.config.parallel import PLAIN
 from llamajax.config.run import Config
 from llamajax.model import Llama
-from llamajax.parallel.sequence import laid_out, whole_rows
+from llamajax.parallel.sequence import whole_rows
 from llamajax.parallel.zero import PreparedWeights, whole_over_data
 from llamajax.step.batch import IGNORE, OTHER, Batch
-from llamajax.step.log_probs import target_log_probs
-from llamajax.step.loss import LossSums, states_and_head
+from llamajax.step.log_probs import log_probs
+from llamajax.step.loss import LossSums
 from llamajax.step.scores import last_scores
 
 TOTALS = (
@@ -108,17 +108,6 @@ def preference_loss(
     }  # fmt: skip
     totals = {name: jnp.sum(values, dtype=jnp.float32) for name, values in totals.items()}
     return loss, lax.stop_gradient((LossSums(loss, preference, _count(objective, answers)), totals))
-
-
-def log_probs(weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array], config: Config) -> Float32[Array, "B T"]:
-    """Returns the log-probability of every target of a micro-batch, or 0, in the rows' own order; sharded ("batch", None).
-    Those of `whole_targets` where the batch has them."""
-    forms: Any = {"parallel": config.parallel, "remat": config.model.remat, "offload": config.offload}
-    hidden, _, head = states_and_head(weights, batch, **forms)
-    targets = laid_out(batch.get("whole_targets", batch["targets"]), config.parallel.sequence)
-    with jax.named_scope("loss"):
-        found: Any = target_log_probs(hidden, head[...], targets, config.model.vocab_size)
-        return whole_rows(found, config.parallel.sequence)
 
 
 def _reference(weights: PreparedWeights[Llama], batch: Mapping[str, jax.Array], config: Config) -> Float32[Array, "B T"]:

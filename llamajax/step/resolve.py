@@ -25,6 +25,7 @@ from llamajax.estimates.formulas import (
 from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.estimates.gpus import Gpu, planned_gpu
 from llamajax.estimates.host_memory import host_room
+from llamajax.estimates.rollouts import held_reference_bytes
 from llamajax.kernels.choice import Site, can_fuse, choose
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
@@ -365,6 +366,7 @@ def formula_bytes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
     scores = 0 if can_fuse(config.model, axes, form) else MAX_CHUNK_SCORES
     expected = expected_bytes(config, axes, max_chunk_scores=scores, max_chunk_logits=MAX_CHUNK_LOGITS)
     expected["activations"] += further_card_bytes(config, axes)
+    expected["parameters"] += held_reference_bytes(config, axes)
     return expected
 
 

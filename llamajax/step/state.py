@@ -29,7 +29,7 @@ class TrainState:
     """Everything a run carries from step to step; saved whole, restored whole."""
 
     step: jax.Array
-    """Number of finished steps, int32; it decides the data position, see `TrainConfig.rows_after`."""
+    """Number of finished steps, int32; it decides the data position, see `llamajax.data.rows.position.rows_read`."""
     model: Llama
     """Master weights in `param_dtype`."""
     opt_state: Any

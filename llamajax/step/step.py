@@ -17,7 +17,7 @@ from llamajax.model import Llama
 from llamajax.parallel.host_memory import added, cast, is_on_host, total
 from llamajax.parallel.stages import num_stages
 from llamajax.parallel.zero import PreparedWeights, as_frozen, no_gradient, whole_over_data
-from llamajax.step import host_state, pipeline, preferences
+from llamajax.step import host_state, pipeline, policy, preferences
 from llamajax.step.batch import IGNORE, Batch, token_seeds
 from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
@@ -37,10 +37,10 @@ def loss_and_grads(run: ResolvedRun, model: Llama, batch: Batch) -> tuple[dict[s
 
     Returns:
         `loss` (cross-entropy alone, in nats per token; NaN without counted tokens), the layers' auxiliary values by name,
-        also per token, and `tokens`, as float32 and int32 scalars; for preferences, the means that `preference_metrics`
-        takes, and the number of pairs for `tokens`; and the gradients, a `Llama` in float32 whatever the
-        dtype of the parameters, in their shardings, with None for frozen weights. Where moments are in host memory, their
-        dtype is `offload.gradient_dtype`.
+        also per token, and `tokens`, as float32 and int32 scalars; for preferences and completions, the means that
+        `preference_metrics` or `policy_metrics` takes, and their number for `tokens`; and the gradients, a `Llama` in
+        float32 whatever the dtype of the parameters, in their shardings, with None for frozen weights. Where moments are in
+        host memory, their dtype is `offload.gradient_dtype`.
     """
     means, sums = summed_gradients(run, model, batch)
     tokens = jnp.maximum(means["tokens"], 1)
@@ -91,7 +91,9 @@ def begin(config: Config, model: Llama) -> Prepared:
         jax.tree.map(lambda weight: weight if is_on_host(weight) else weight.astype(width), trained),
     )
     zero = jnp.zeros((), config.train.grad_accum_dtype if config.train.grad_accum_steps > 1 else width)
-    none = preferences.no_sums() if config.objective.is_preference else (_no_losses(), _no_auxiliary(model))
+    none = (_no_losses(), _no_auxiliary(model))
+    if config.objective.kind != "next_token":
+        none = policy.no_sums() if config.objective.is_on_policy else preferences.no_sums()
     zeros = (jax.tree.map(lambda weight: no_gradient(weight, zero), own), none)
     return Prepared(own, fixed, own_copies, wide, pull_back, zeros)
 
@@ -118,6 +120,8 @@ def _accumulate(
     whole = preferences.look_at_whole(config, weights(own), batch) if config.objective.is_preference else None
 
     def micro_loss(own: Llama, micro_batch: Batch) -> tuple[jax.Array, Any]:
+        if config.objective.is_on_policy:
+            return policy.policy_loss(weights(own), micro_batch, config)
         if whole is not None:
             return preferences.preference_loss(weights(own), micro_batch, config, whole)
         return loss_fn(
@@ -160,8 +164,11 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
 
 def told(objective: ObjectiveConfig, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the metrics of `summed_gradients` as a run reports them."""
-    if not objective.is_preference:
+    if objective.kind == "next_token":
         return metrics
+    if objective.is_on_policy:
+        counted = "completions" if objective.length_normalized else "tokens"
+        return policy.policy_metrics(objective, metrics) | {counted: metrics["tokens"]}
     counted = "answers" if objective.kind == "kto" else "pairs"
     return preferences.preference_metrics(objective, metrics) | {counted: metrics["tokens"]}
 

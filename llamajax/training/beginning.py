@@ -30,6 +30,7 @@ from llamajax.step.state import (
     with_base,
     with_copies,
 )
+from llamajax.training import rollouts
 from llamajax.training.loop import Start
 from llamajax.training.resume import check_settings
 from llamajax.training.rollback import agreed, read_passed_over
@@ -68,6 +69,7 @@ class Beginning:
         assert restored is not None or config.init_from is None or self.pretrained, (
             "a resumed run has a checkpoint to go back to"
         )
+        rollout = None
         if restored is None:
             state, step, losses = first_state(config, self.pretrained), 0, ()
         else:
@@ -75,16 +77,17 @@ class Beginning:
             if found is not None:
                 state = with_base(config, state, _loaded(config, found))
             state, step = with_copies(config, state), restored.step
-            losses = restored.meta.get("recent_losses", ())
+            losses, file = restored.meta.get("recent_losses", ()), restored.files / rollouts.FILE
+            rollout = file.read_bytes() if file.exists() else None
         if not config.adapters.enabled:
-            return Start(state, step, passed_over, losses)
+            return Start(state, step, passed_over, losses, rollout)
         base = fingerprint(partition(config, state.model)[1])
         if restored is not None and restored.meta.get("base") != base:
             raise CheckpointError(
                 f"init_from: {config.init_from} holds other weights than those that the adapters in {config.run_dir} were"
                 " trained beside; name these, or choose another run_dir"
             )
-        return Start(state, step, passed_over, losses, base)
+        return Start(state, step, passed_over, losses, rollout, base)
 
 
 def first_state(config: Config, found: Pretrained | None) -> TrainState:

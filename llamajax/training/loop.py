@@ -10,8 +10,8 @@ from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.loader import Loader
-from llamajax.data.rows.position import PassedOver, next_row
-from llamajax.errors import SaveError
+from llamajax.data.rows.position import PassedOver, next_row, rows_read
+from llamajax.errors import DataError, SaveError
 from llamajax.estimates.formulas import kinds_of_layers
 from llamajax.evaluation.held_out import evaluate
 from llamajax.planning.scheduling import Compilation
@@ -19,11 +19,14 @@ from llamajax.processes.heartbeat import WAITING
 from llamajax.step.state import TrainState
 from llamajax.training.bad_steps import BadSteps
 from llamajax.training.replicas import Replicas
+from llamajax.training.rollouts import OnPolicy, Rollouts
 from llamajax.training.stages import Programs, described, described_phase
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog
 from llamajax.watch import console, metrics, run_log
 from llamajax.watch.trace import trace
+
+_SHOWN_CHARS = 160
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Start:
     """Rows that the run skips."""
     recent_losses: Sequence[float] = ()
     """Losses that the next ones are compared with; see `BadSteps`."""
+    rollout: bytes | None = None
+    """`rollouts.FILE` of the checkpoint, if it has one."""
     base: str | None = None
     """`fingerprint` of the frozen weights that adapters add to; None: all weights are in the state's checkpoints."""
 
@@ -66,6 +71,8 @@ class Trainer:
     """Requests to stop."""
     watchdog: Watchdog
     """Watchdog that ends the process when a phase takes too long."""
+    on_policy: OnPolicy | None = None
+    """What the run needs to train on completions of its own; None: it trains on the data."""
 
     def train(self, start: Start) -> tuple[TrainState, bool]:
         """Takes steps, evaluates and saves until the last step or a request to stop.
@@ -77,6 +84,7 @@ class Trainer:
             GoBack: a step went wrong; the caller goes back to a checkpoint and trains from there.
             DivergedError: a step went wrong, and the run has gone back as often as it may.
             CorruptionError: a device is wrong again and again.
+            DataError: a reward function fails; the state before it is saved.
         """
         self.watchdog.begin("first step")
         config, passed_over = self.config, start.passed_over
@@ -93,10 +101,10 @@ class Trainer:
 
         with (
             metrics.MetricsWriter(config, start_step=start.step, keys=keys, epochs=epochs) as writer,
-            Loader(self.dataset, config, start.step, passed_over) as loader,
+            self._batches(start) as batches,
             trace(config, start.step) as trace_before,
         ):
-            progress = _Progress(self, start, writer, loader, of_stages)
+            progress = _Progress(self, start, writer, batches, of_stages)
             progress.tell_what_runs()
             progress.compare_replicas()
             while progress.step < config.train.num_steps and not self.stop.requested():
@@ -116,6 +124,11 @@ class Trainer:
             console.log(f"stopped    at step {step}{saved}; the same command {rest}")
         return progress.state, stopped
 
+    def _batches(self, start: Start) -> Loader | Rollouts:
+        if self.on_policy is None:
+            return Loader(self.dataset, self.config, start.step, start.passed_over)
+        return Rollouts(self.config, self.dataset, self.on_policy, start.passed_over, start.rollout)
+
 
 class _Progress:
     """One pass of the loop: the state after `step` steps, and the work between steps."""
@@ -125,12 +138,12 @@ class _Progress:
         trainer: Trainer,
         start: Start,
         writer: metrics.MetricsWriter,
-        loader: Loader,
+        batches: Loader | Rollouts,
         of_stages: Sequence[Dataset],
     ) -> None:
         """Starts at `start`; the first step uses up its state. `of_stages` is the data of each stage."""
         self.state, self.step = start.state, start.step
-        self._trainer, self._writer, self._loader, self._of_stages = trainer, writer, loader, of_stages
+        self._trainer, self._writer, self._batches, self._of_stages = trainer, writer, batches, of_stages
         self._config, self._passed_over, self._base = trainer.config, start.passed_over, start.base
         self._bad_steps = BadSteps(trainer.config, start.recent_losses, len(start.passed_over))
         # Below `step` if the run resumes from a local disk, which may be lost.
@@ -177,15 +190,32 @@ class _Progress:
     def take_step(self) -> None:
         """Trains on the next batch."""
         watchdog = self._trainer.watchdog
+        if isinstance(self._batches, Rollouts) and self._batches.is_due(self.step):
+            self._write_completions(self._batches)
         watchdog.doing("waiting for its batch")
-        _, batch = next(self._loader)
+        batch, of_batch = self._batches.take(self.step)
         watchdog.doing(WAITING)
         program = self._trainer.programs.find(*self._kind_of_batch)
         assert program is not None
         self.state, values = program.step(self.state, batch)
         self.step += 1
-        self.check(self._writer.write(self.step, values, data_wait_s=self._loader.wait_s))
+        self.check(self._writer.write(self.step, values | of_batch, data_wait_s=self._batches.wait_s))
         watchdog.doing("")
+
+    def _write_completions(self, rollouts: Rollouts) -> None:
+        """Writes the completions of the next steps, and tells the best one of a prompt."""
+        self.check(self._writer.flush())
+        try:
+            with self._trainer.watchdog.phase("rollout"), self._writer.pause("writing completions"):
+                prompt, completion, reward = rollouts.write(self.step, self.state)
+        except DataError:
+            if self.step != self._saved_step:
+                self._save()
+            self._trainer.checkpointer.finish(save_again=self._save)
+            raise
+        self._writer.event("rollout", prompt=prompt.said, completion=completion.text, reward=reward)
+        if self.is_due(self._config.metrics.log_every):
+            console.log(f"rollout    reward {reward:.3g}, the best completion of one prompt: {_shown(completion.text)}")
 
     def save_or_compare(self) -> None:
         """Saves the state to the run or to the local disk, or compares replicas, whichever is due after this step."""
@@ -222,7 +252,10 @@ class _Progress:
         in_rows = self._config.in_rows_of(self._config.data.all_stages[number].seq_len)
         with self._trainer.watchdog.phase("evaluate"), self._writer.pause("evaluating"):
             num_rows, is_stopping = self._trainer.num_eval_rows, self._trainer.stop.requested
-            result = evaluate(in_rows, self.state.weights, self._of_stages[number], num_rows, is_stopping)
+            if isinstance(self._batches, Rollouts):
+                result = self._batches.evaluate(self.state, self._of_stages[number], num_rows)
+            else:
+                result = evaluate(in_rows, self.state.weights, self._of_stages[number], num_rows, is_stopping)
         if result is not None:
             self._writer.write_eval(self.step, result)
 
@@ -260,11 +293,18 @@ class _Progress:
 
     def _contents(self) -> tuple[int, TrainState, dict[str, Any], Mapping[str, bytes]]:
         """Returns the contents of a checkpoint: step, state, metadata and files."""
-        return self.step, self.state.as_saved(), self._meta(), self._trainer.files
+        files = self._batches.files() if isinstance(self._batches, Rollouts) else {}
+        return self.step, self.state.as_saved(), self._meta(), {**self._trainer.files, **files}
 
     def _meta(self) -> dict[str, Any]:
         meta = meta_after(self._config, self.step, self._trainer.meta, self._passed_over, self._base)
         return meta | {"recent_losses": self._bad_steps.recent_losses}
+
+
+def _shown(text: str) -> str:
+    """Returns the beginning of a text on one line."""
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+    return line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]}..."
 
 
 def meta_after(
@@ -286,7 +326,7 @@ def meta_after(
 def position_meta(config: Config, step: int, passed_over: Sequence[PassedOver]) -> dict[str, Any]:
     """Returns what a checkpoint says about the data position of the run after `step` steps."""
     return {
-        "position": next_row(step, config.train.rows_after, passed_over),
+        "position": next_row(step, rows_read(config), passed_over),
         "tokens": config.tokens_after(step),
         "passed_over": [dataclasses.asdict(window) for window in passed_over],
     }

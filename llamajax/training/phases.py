@@ -17,6 +17,7 @@ SETTINGS = {
     "step": "step_s",
     "save": "save_s",
     "evaluate": "evaluate_s",
+    "rollout": "rollout_s",
 }
 """Every kind of phase, with the setting of `WatchdogConfig` that is the minimum for its limit."""
 

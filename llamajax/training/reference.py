@@ -21,7 +21,7 @@ from llamajax.data.progress import gets_on
 from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.loader import make_batch
 from llamajax.data.rows.packing import Row, fill_row
-from llamajax.data.rows.position import PassedOver, next_row
+from llamajax.data.rows.position import PassedOver, next_row, rows_read
 from llamajax.data.rows.preferences import with_fields
 from llamajax.errors import CheckpointError
 from llamajax.model import Llama
@@ -115,7 +115,7 @@ def with_reference(
         DiskError: the disk fails or is full.
     """
     reference, train = Reference(config, dataset), config.train
-    end = next_row(train.num_steps, train.rows_after, passed_over)
+    end = next_row(train.num_steps, rows_read(config), passed_over)
     held_out = range(dataset.num_train_rows, dataset.num_train_rows + min(num_eval_rows, len(dataset.held_out_rows)))
     missing = reference.missing([*map(dataset.number_of, range(end)), *held_out])
     if missing:

@@ -10,7 +10,7 @@ from llamajax.checkpoint.read import Saved
 from llamajax.config.file import config_to_dict
 from llamajax.config.keys import join, without_removed
 from llamajax.config.run import Config
-from llamajax.data.rows.position import next_row
+from llamajax.data.rows.position import next_row, rows_read
 from llamajax.errors import CheckpointError
 from llamajax.training.rollback import parse_passed_over
 from llamajax.watch import console
@@ -37,9 +37,11 @@ def check_settings(config: Config, saved: Saved) -> None:
     Raises:
         CheckpointError: settings differ that may not; names each one.
     """
-    position, train = saved.meta["data"]["position"], config.train
+    position, train, is_grouped_alike = saved.meta["data"]["position"], config.train, True
+    if config.objective.is_on_policy and (before := saved.meta["config"].get("objective", {}).get("rollout")):
+        is_grouped_alike = before["group_size"] == config.objective.rollout.group_size
     passed_over = parse_passed_over(saved.meta["data"].get("passed_over", ()))
-    if position != (now_at := next_row(saved.step, train.rows_after, passed_over)):
+    if is_grouped_alike and position != (now_at := next_row(saved.step, rows_read(config), passed_over)):
         before, now = saved.meta["config"]["train"], config_to_dict(train)
         other = "global_batch_size" if before["global_batch_size"] != train.global_batch_size else "global_batch_ramp"
         raise CheckpointError(

@@ -21,7 +21,7 @@ from llamajax.checkpoint.read import Restored, Saved
 from llamajax.checkpoint.steps import steps_in
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.run import Config
-from llamajax.data.rows.position import PassedOver, is_left_behind, next_row
+from llamajax.data.rows.position import PassedOver, is_left_behind, next_row, rows_read
 from llamajax.disk import read_again, write_atomically
 from llamajax.errors import CheckpointError, SaveError
 from llamajax.processes.peers import everyones, of_first
@@ -114,7 +114,7 @@ def go_back(
         CheckpointError: the run has checkpoints, but none of them is good; or another process has taken over the run.
         OSError: the record cannot be written.
     """
-    run_dir, rows_after = Path(config.run_dir).expanduser(), config.train.rows_after
+    run_dir, rows_after = Path(config.run_dir).expanduser(), rows_read(config)
     with contextlib.suppress(SaveError):  # already reported; that checkpoint is not the target
         checkpointer.wait()
     restored = checkpointer.restore(abstract_state, before=bad.first_step, passed_over=passed_over)

@@ -14,12 +14,14 @@ from llamajax.checkpoint.meta import checkpoint_meta
 from llamajax.checkpoint.write import Checkpointer
 from llamajax.config.file import write_config
 from llamajax.config.run import Config
+from llamajax.data.chat.chat_template import TEMPLATE_FILE, ChatTemplate
 from llamajax.data.rows.dataset import Dataset, prepare
 from llamajax.data.rows.example import find_example
 from llamajax.data.rows.position import PassedOver
 from llamajax.data.rows.stages import Passes
+from llamajax.errors import CheckpointError, ConfigError
 from llamajax.generation.completion import encode_prompt, stream_text
-from llamajax.generation.prompts import Prompt
+from llamajax.generation.prompts import Prompt, find_ends
 from llamajax.model import Llama
 from llamajax.parallel import compilation_cache, mesh, startup
 from llamajax.parallel.arrays import concretise
@@ -28,6 +30,7 @@ from llamajax.planning.scheduling import check_told
 from llamajax.processes.exit import end_process, exit_code
 from llamajax.processes.peers import check_same_everywhere, everyones
 from llamajax.step import pinned_memory
+from llamajax.step.checksum import fingerprint
 from llamajax.step.resolve import with_placed_state
 from llamajax.step.state import TrainState, abstract_state, init_state
 from llamajax.training import elastic, reference
@@ -44,7 +47,9 @@ from llamajax.training.beginning import (
 from llamajax.training.loop import Trainer
 from llamajax.training.replicas import Replicas
 from llamajax.training.resume import check_data
+from llamajax.training.rewards import Rewards, load_rewards
 from llamajax.training.rollback import go_back
+from llamajax.training.rollouts import OnPolicy
 from llamajax.training.stages import Programs, check_forms, resolve_stages
 from llamajax.training.stop import StopSignal
 from llamajax.training.watchdog import Watchdog, process_ends
@@ -55,13 +60,14 @@ from llamajax.watch.peak import peak_flops
 from llamajax.weights.pretrained import Pretrained
 
 
-def run(asked: Config, *, dry_run: bool = False, owns_process: bool = True) -> None:
+def run(asked: Config, *, rewards: Rewards | None = None, dry_run: bool = False, owns_process: bool = True) -> None:
     """Trains as `asked`, resuming the run in its directory.
 
     Everything that can be checked without the compiler is checked before it starts.
 
     Args:
         asked: the run, as its user wrote it.
+        rewards: reward functions for `objective.kind: grpo`.
         dry_run: check everything, compile and stop.
         owns_process: this process exists for the run. Signals and the watchdog may end it, and the run began when the
             process did. Otherwise see `StopSignal`; there is no watchdog.
@@ -69,6 +75,7 @@ def run(asked: Config, *, dry_run: bool = False, owns_process: bool = True) -> N
     Raises:
         UserError: one of `llamajax.errors`, when the configuration, data, machine or checkpoints do not allow the run.
     """
+    check_rewards(asked, rewards)
     run_dir = Path(asked.run_dir).expanduser()
     limits = asked.watchdog if owns_process else dataclasses.replace(asked.watchdog, enabled=False)
     if not owns_process:
@@ -84,6 +91,8 @@ def run(asked: Config, *, dry_run: bool = False, owns_process: bool = True) -> N
         with Checkpointer(run_dir, outset.config.checkpoint, on_failure=say, around_commit=in_background) as checkpointer:
             watchdog.keep_stacks()
             trainer, beginning = prepare_trainer(outset, checkpointer, stop, watchdog)
+            if rewards is not None:
+                trainer = with_rewards(trainer, beginning, rewards)
             state, stopped = train_to_the_end(trainer, beginning, outset)
             watchdog.begin("evaluate")
             if not stopped:
@@ -268,6 +277,39 @@ def with_reference(trainer: Trainer, passed_over: Sequence[PassedOver]) -> Train
     return dataclasses.replace(trainer, dataset=dataset)
 
 
+def check_rewards(config: Config, rewards: Rewards | None) -> None:
+    """Raises `ConfigError` if the run needs reward functions, or has no use for them."""
+    if config.objective.is_on_policy and rewards is None:
+        raise ConfigError("objective.kind: grpo needs reward functions; name a Python file that has them: --rewards FILE")
+    if rewards is not None and not config.objective.is_on_policy:
+        raise ConfigError(f"--rewards: has no effect with objective.kind={config.objective.kind}; set grpo, or remove it")
+
+
+def with_rewards(trainer: Trainer, beginning: Beginning, rewards: Rewards) -> Trainer:
+    """Returns the trainer with what it needs to write and reward completions, the weights of the reference among it.
+
+    Raises:
+        UserError: the weights of the start cannot be read, or are others than those that the run started from.
+    """
+    config, tokenizer, files = trainer.config, trainer.dataset.tokenizer, trainer.dataset.files
+    console.log(f"rewards    {rewards.described}; the code in {rewards.source} runs as part of this command")
+    template = None
+    if TEMPLATE_FILE in files:
+        template = ChatTemplate(files[TEMPLATE_FILE].decode(), tokenizer, TEMPLATE_FILE)
+    pretrained, held, meta = open_first_weights(config), None, trainer.meta
+    if config.objective.holds_reference(config.adapters):
+        dtype = config.model.compute_dtype
+        held = jax.jit(lambda model: jax.tree.map(lambda x: x.astype(dtype), model))(first_state(config, pretrained).model)
+        meta = meta | {"reference": fingerprint(held)}
+        if beginning.found is not None and beginning.found.meta.get("reference", meta["reference"]) != meta["reference"]:
+            raise CheckpointError(
+                f"init_from: {config.init_from} holds other weights than those that the run in {config.run_dir} started"
+                " from, which its reference needs; name these, or choose another run_dir"
+            )
+    on_policy = OnPolicy(rewards=rewards, end_ids=find_ends(pretrained.ends(), tokenizer, template), held=held)
+    return dataclasses.replace(trainer, on_policy=on_policy, meta=meta)
+
+
 def write_sample(config: Config, state: TrainState, dataset: Dataset) -> None:
     """Prints the trained model's continuation of `sample.prompt`, if one is set."""
     if config.sample.prompt is None:
@@ -300,10 +342,10 @@ def _without_stages(config: Config, state: TrainState) -> tuple[jax.sharding.Mes
         return on, model, jax.device_put(state.rng, jax.NamedSharding(on, jax.P()))
 
 
-def main(config: Config, *, dry_run: bool) -> None:
-    """Trains and ends the process."""
+def main(config: Config, *, rewards: str | None = None, dry_run: bool) -> None:
+    """Trains and ends the process; `rewards` is a Python file with reward functions."""
     code = exit_code(
-        lambda: run(config, dry_run=dry_run),
+        lambda: run(config, rewards=None if rewards is None else load_rewards(Path(rewards)), dry_run=dry_run),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",
         disk=config.run_dir,
         disk_remedy="check the disk and run the same command again",

@@ -48,7 +48,7 @@ _FOR_OTHERS = {
     inspect.unwrap(function).__code__
     for function in (peers.Peers.everyones, StopSignal.requested, disk.locked, Checkpointer._await_thread)
 }  # functions in which a thread waits for something with limits of its own: other processes, or the commit thread
-_TOGETHER = ("step", "save", "evaluate")  # phases that other processes may be in during a step
+_TOGETHER = ("step", "save", "evaluate", "rollout")  # phases that other processes may be in during a step
 _ARRAYS = "jax._src.array"  # module in which a thread waits for the value of an array
 COMPILERS = ("jax._src.compiler", "jax._src.interpreters.mlir", "jax._src.interpreters.partial_eval")
 """Modules in which jax compiles, lowers and traces."""
@@ -60,6 +60,7 @@ _WORDS = {
     "first step": "at its first step",
     "save": "saving a checkpoint",
     "evaluate": "evaluating",
+    "rollout": "writing completions",
 }
 
 

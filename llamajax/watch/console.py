@@ -188,7 +188,7 @@ def print_header(config: Config, model: Any) -> None:
     if config.adapters.enabled:
         own = sum(trained_weights(config, config.model).values())
         log(f"adapters   {config.adapters.described}: {format_count(own)} parameters to train ({own / num_params:.2%})")
-    if config.objective.is_preference:
+    if config.objective.kind != "next_token":
         log(f"objective  {config.objective.described(config.adapters)}")
     print_table(parameter_table(model))
 
@@ -283,7 +283,8 @@ class Progress:
     def tell_eval(self, record: Record) -> None:
         """Prints the record of an evaluation."""
         width = len(str(self._num_steps))
-        text = f"step {record['step']:>{width}}/{self._num_steps}  held-out loss {record['eval/loss']:.4f}"
+        text = f"step {record['step']:>{width}}/{self._num_steps}  held-out"
+        text += f" loss {record['eval/loss']:.4f}" if "eval/loss" in record else ""
         text += "".join(f"  {figure}" for figure in _rewards(record, "eval"))
         if "eval/bits_per_byte" in record:
             text += f"  {record['eval/bits_per_byte']:.4f} bits per byte"
@@ -354,8 +355,12 @@ class Progress:
 
 
 def _rewards(values: Record, where: str) -> list[str]:
-    """Returns how well the model prefers the chosen answers, where it learns to."""
-    forms = {"reward_margin": "margin {:+.3f}", "reward_accuracy": "accuracy {:.1%}"}
+    """Returns how well the model prefers the chosen answers, where it learns to, or what its completions are rewarded
+    with."""
+    forms = {
+        "reward_margin": "margin {:+.3f}", "reward_accuracy": "accuracy {:.1%}", "reward": "reward {:.4f}",
+        "completion_tokens": "length {:.0f}",
+    }  # fmt: skip
     return [form.format(values[key]) for name, form in forms.items() if (key := f"{where}/{name}") in values]
 
 
@@ -402,11 +407,18 @@ def print_summary(run_dir: Path, summary: RunSummary, checkpoint: Path) -> None:
         held_out += f", {summary.eval_bits_per_byte:.4f} bits per byte"
     if summary.eval_reward_accuracy is not None:
         held_out += f", {summary.eval_reward_accuracy:.1%} of the pairs the right way round"
+    rewards = {}
+    if summary.train_reward is not None:
+        rewards = {
+            "train reward": f"{summary.train_reward:.4f} (mean of the last {min(FINAL_STEPS, summary.step)} steps)",
+            "held-out reward": known(summary.eval_reward, ".4f"),
+        }
     rows = {
         "steps": f"{summary.step:,} of {known(summary.num_steps, ',')}, {known(summary.tokens, ',')} tokens",
         **({"epochs": told_epochs(summary.epochs)} if summary.epochs else {}),
+        **rewards,
         "train loss": f"{known(summary.train_loss, '.4f')} (mean of the last {min(FINAL_STEPS, summary.step)} steps)",
-        "held-out loss": held_out,
+        **({} if rewards else {"held-out loss": held_out}),
         "speed": f"{known(summary.tokens_per_sec, ',.0f')} tokens/s,"
         f" {known(summary.tokens_per_sec_per_device, ',.0f')} per device (median)",
         "MFU": f"{known(summary.mfu, '.1%')} (median),"

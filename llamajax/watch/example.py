@@ -20,14 +20,15 @@ def print_example(stretches: Sequence[tuple[str, bool]], num_tokens: int, num_le
     Args:
         stretches: texts of the document in order, each with whether it is learned.
         num_tokens: number of its tokens.
-        num_learned: number of these that are learned.
+        num_learned: number of these that are learned; 0 for a prompt.
         what: word for the document.
     """
     if jax.process_index() != 0:
         return
     in_colour = is_interactive() and not CONSOLE.no_color
     how = f"in {_COLOUR}" if in_colour else "between {} and {}".format(*LEARNED)
-    log(f"example    one {what} of {num_tokens:,} tokens, of which the model learns {num_learned:,}, {how}:")
+    learned = f", of which the model learns {num_learned:,}, {how}" if num_learned else ""
+    log(f"example    one {what} of {num_tokens:,} tokens{learned}:")
     shown = Text()
     for text, is_learned in _few(stretches):
         if in_colour:

@@ -20,6 +20,7 @@ PARTS = {
     "load": "checkpoint and its verification, weights, data",
     "save": "stalls: until a checkpoint has left the devices, and until the last one is written",
     "evaluation": "evaluating held-out documents",
+    "rollouts": "writing and rewarding completions to train on",
     "replicas": "comparing replicas on different devices",
     "restart": "no process: from the end of one to the start of the next",
     "lost work": "steps recomputed or dropped, and time without records before a process was lost",
@@ -28,7 +29,10 @@ PARTS = {
 """Every way in which a run spends time, with a description."""
 
 _OF_START = {"start": "start_s", "compile": "compile_s", "load": "load_s"}
-_OF_PAUSES = {"saving": "save", "evaluating": "evaluation", "comparing replicas": "replicas", "compiling": "compile"}
+_OF_PAUSES = {
+    "saving": "save", "evaluating": "evaluation", "comparing replicas": "replicas", "compiling": "compile",
+    "writing completions": "rollouts",
+}  # fmt: skip
 _ENDS_WELL = ("finished", "stopped")
 
 

@@ -343,6 +343,10 @@ class RunSummary:
     """Passes through each source, in the order of `data.sources`; empty in logs of older versions."""
     eval_reward_accuracy: float | None = None
     """Share of the held-out pairs whose chosen answer has the higher reward, 0 to 1."""
+    train_reward: float | None = None
+    """Mean reward of completions, over the last steps; None if the run trains on none of its own."""
+    eval_reward: float | None = None
+    """Mean reward of the completions of held-out prompts."""
 
     def figures(self) -> Record:
         """Returns all of it, by name, for programs."""
@@ -381,6 +385,8 @@ def summarize(log: RunLog) -> RunSummary:
         eval_loss=known(itemgetter(-1), "eval/loss"),
         eval_bits_per_byte=known(itemgetter(-1), "eval/bits_per_byte"),
         eval_reward_accuracy=known(itemgetter(-1), "eval/reward_accuracy"),
+        train_reward=known(lambda rewards: np.mean(rewards[-FINAL_STEPS:]), "train/reward"),
+        eval_reward=known(itemgetter(-1), "eval/reward"),
         tokens_per_sec=known(np.median, "perf/tokens_per_sec"),
         tokens_per_sec_per_device=known(np.median, "perf/tokens_per_sec_per_device"),
         mfu=known(np.median, "perf/mfu"),

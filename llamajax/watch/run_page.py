@@ -81,7 +81,11 @@ def _cards(summary: RunSummary) -> list[Card]:
     restarts = f"{summary.restarts} restart{'' if summary.restarts == 1 else 's'}"
     per_device = known(summary.tokens_per_sec_per_device, format_count)
     loss, share = "{:.4f}".format, "{:.1%}".format
+    rewards = []
+    if summary.train_reward is not None:
+        rewards = [Card("reward", loss(summary.train_reward), f"held-out: {known(summary.eval_reward, loss)}")]
     return [
+        *rewards,
         Card(
             "train loss", known(summary.train_loss, loss), f"mean of the last {min(run_log.FINAL_STEPS, summary.step)} steps"
         ),
@@ -120,7 +124,12 @@ def _charts(log: RunLog) -> str:
 
     number = "{:.4g}".format
     per_pair = "train/reward_margin" in log.series
+    of_functions = {
+        key.removeprefix("train/reward_of_"): key for key in sorted(log.series) if key.startswith("train/reward_of_")
+    }
     plans = (
+        ("Reward of completions", number, False, {"train": "train/reward", "held-out": "eval/reward"}),
+        ("Reward by function", number, False, of_functions),
         (
             "Loss (per pair of answers)" if per_pair else "Loss (nats per token)",
             number,
@@ -134,6 +143,9 @@ def _charts(log: RunLog) -> str:
             True,
             {"train": "train/reward_accuracy", "held-out": "eval/reward_accuracy"},
         ),
+        ("Divergence from the reference (nats per token)", number, True, {"divergence": "train/divergence"}),
+        ("Tokens of a completion", number, True, {"train": "train/completion_tokens", "held-out": "eval/completion_tokens"}),
+        ("Completions without an end", percent, True, {"train": "train/truncated", "held-out": "eval/truncated"}),
         ("Learning rate", number, True, {"learning rate": "train/learning_rate"}),
         ("Gradient norm, before clipping", number, True, {"gradient norm": "train/grad_norm"}),
         ("Tokens per second, all devices", format_count, True, {"tokens/s": "perf/tokens_per_sec"}),

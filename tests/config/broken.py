@@ -17,7 +17,7 @@ from llamajax.config.data import DataConfig, SourceConfig, StageConfig, Tokenize
 from llamajax.config.domains import DomainConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.config.objective import ObjectiveConfig
+from llamajax.config.objective import ObjectiveConfig, RolloutConfig
 from llamajax.config.offload import OffloadConfig, TiersConfig
 from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import RecoveryConfig, WatchdogConfig
@@ -34,6 +34,7 @@ SECTIONS: dict[type, dict[str, Any]] = {
     ParallelConfig: {},
     AdaptersConfig: {},
     ObjectiveConfig: {},
+    RolloutConfig: {},
     OffloadConfig: {},
     TiersConfig: {},
     DistributedConfig: {},
@@ -138,6 +139,10 @@ BROKEN = [
     (SourceConfig, {"kind": "preference", "paths": ("x",), "chat_format": "alpaca"}, ["chat_format"]),
     (SourceConfig, {"kind": "preference", "paths": ("x",), "train_on": "all"}, ["train_on"]),
     (SourceConfig, {"kind": "preference", "paths": ("x",), "fields": FieldNames(labels="x")}, ["fields.labels"]),
+    (SourceConfig, {"kind": "prompt", "paths": ("x",), "chat_format": "alpaca"}, ["chat_format"]),
+    (SourceConfig, {"kind": "prompt", "paths": ("x",), "train_on": "all"}, ["train_on"]),
+    (SourceConfig, {"kind": "prompt", "paths": ("x",), "text_key": "prompt"}, ["text_key"]),
+    (SourceConfig, {"kind": "prompt", "paths": ("x",), "fields": FieldNames(completion="x")}, ["fields.completion"]),
     (SourceConfig, {"kind": "chat", "paths": ("x",), "fields": FieldNames(chosen="x")}, ["fields.chosen"]),
     (FieldNames, {"role": "x", "content": "x", "system": ""}, ["system", "content"]),
     (RoleNames, {"user": ("x",), "assistant": ("x",)}, ["assistant"]),
@@ -226,6 +231,9 @@ BROKEN = [
     (XlaConfig, {"latency_profile": "", "flags": ("--xla_a=1", "xla_b=", "xla_c=1")}, ["latency_profile", "flags", "flags"]),
     (XlaConfig, {"compilation_cache": ""}, ["compilation_cache"]),
     (XlaConfig, {"compilation_cache": None, "deterministic": True}, ["deterministic"]),
+    (RolloutConfig, {"group_size": 0, "max_tokens": 0, "steps": 0, "batch_size": 0},
+     ["group_size", "max_tokens", "steps", "batch_size"]),
+    (RolloutConfig, {"temperature": 0.0, "top_p": 1.5}, ["temperature", "top_p"]),
     (RecoveryConfig, {"max_rollbacks": -1, "spike_window": 15}, ["max_rollbacks", "spike_window"]),
     (RecoveryConfig, {"spike_zscore": 0.0, "checksum_every": 0}, ["spike_zscore", "checksum_every"]),
     (RecoveryConfig, {"spike_zscore": 8.0, "max_rollbacks": 0}, ["spike_zscore"]),

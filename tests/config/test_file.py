@@ -162,7 +162,8 @@ def everything(monkeypatch) -> Config:
             flags=("xla_a=true", "xla_b=1e3"),
         ),
         watchdog=WatchdogConfig(
-            enabled=False, factor=1.5, start_s=0.5, compile_s=1e9, load_s=2.0, step_s=3.0, save_s=4.0, evaluate_s=5.0
+            enabled=False, factor=1.5, start_s=0.5, compile_s=1e9, load_s=2.0, step_s=3.0, save_s=4.0, evaluate_s=5.0,
+            rollout_s=6.0,
         ),
         profile=ProfileConfig(start_step=1, num_steps=2),
         sample=SampleConfig(prompt="Once: upon # a time ", max_tokens=3, temperature=0.0),
@@ -221,7 +222,7 @@ EDITS = [
     ("  head_dim: 8", "  head_dim: 8\n  tie_embeddings: 'true'", "10: model.tie_embeddings: must be true or false, but"),
     ("  head_dim: 8", "  head_dim: 8\n  remat: ful", "10: model.remat: must be one of auto, none, save_attention_qkv_mlp, "),
     ("kind: stdlib", "kind: stdlb",
-     "12: data.sources.0.kind: must be one of text, jsonl, parquet, arrow, stdlib, chat, preference, tokenized, megatron"),
+     "12: data.sources.0.kind: must be one of text, jsonl, parquet, arrow, stdlib, chat, preference, prompt, tokenized,"),
     ("runs/tiny", "2024", '1: run_dir: must be text, but YAML reads 2024 as int; write "2024"'),
     ("runs/tiny", "1e3", '1: run_dir: must be text, but YAML reads 1e3 as float; write "1e3"'),
     ("runs/tiny", "no", '1: run_dir: must be text, but YAML reads no as bool; write "no"'),

@@ -162,6 +162,10 @@ def test_preferences_are_refused_before_anything_is_written(tmp_path, capsys):
     assert export(tmp_path, "out", *options) == 2
     message = "data.sources[0].kind: Megatron-LM's files do not record which answer is chosen; remove the source"
     assert message in capsys.readouterr().err
+    prompts = "--data.sources=" + sources.replace('"preference"', '"prompt"')
+    grpo = ("--objective.kind=grpo", "--objective.rollout.max_tokens=8", f"--init_from={tmp_path}")
+    assert export(tmp_path, "out", prompts, *grpo) == 2
+    assert "data.sources[0].kind: prompts have nothing to train on; remove the source" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
 

@@ -264,6 +264,8 @@ def refused(changes: dict, finished: Config, directory: Path) -> EvaluateConfig:
     paths["pairs.yaml"] = directory / "pairs.yaml"
     pairs = {"kind": "preference", "paths": ["pairs.jsonl"]}
     paths["pairs.yaml"].write_text(json.dumps({"data": {"sources": [pairs], "seq_len": 64}}))
+    paths["prompts.yaml"] = directory / "prompts.yaml"
+    paths["prompts.yaml"].write_text(json.dumps({"data": {"sources": [pairs | {"kind": "prompt"}], "seq_len": 64}}))
     paths["all.yaml"].write_text(json.dumps(text | {"train": text["train"] | {"eval_every": None}}))
     return settings(
         finished,
@@ -281,6 +283,7 @@ def refused(changes: dict, finished: Config, directory: Path) -> EvaluateConfig:
         ({"data": "tokenizer.yaml"}, ConfigError, "names the tokenizer .*; remove data.tokenizer.path there"),
         ({"data": "all.yaml"}, DataError, "data.held_out_fraction: 0.* selects no documents; raise it, or set split"),
         ({"data": "pairs.yaml"}, ConfigError, r"data: data.sources\[0\] in .* has preferences, which have no loss of doc"),
+        ({"data": "prompts.yaml"}, ConfigError, r"data: data.sources\[0\] in .* has prompts, which have no loss of docum"),
         ({"seq_len": 8192}, ConfigError, "seq_len: 8192 is above the model's max_seq_len=4096; lower it"),
         ({"seq_len": 31}, ConfigError, "mesh.sequence: 2 must divide the 31 tokens of a row"),
         ({"mesh": MeshConfig(tensor=8)}, ConfigError, "model.num_kv_heads: 2 must be divisible by mesh.tensor=8"),

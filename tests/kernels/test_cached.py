@@ -63,3 +63,20 @@ def test_attention_to_the_past_is_a_softmax_of_any_size(window: int | None, T: i
         weights = np.exp(scores - scores.max())
         np.testing.assert_allclose(out[b, t, head, g], weights @ seen[1] / weights.sum(), atol=1e-4)
         np.testing.assert_allclose(lse[b, t, head, g], scores.max() + np.log(weights.sum()), rtol=1e-5, atol=1e-4)
+
+
+def test_a_batch_in_bf16_runs_on_a_cpu():
+    """XLA for CPUs lacks some products of bfloat16; generation with a batch must not meet one."""
+    jax.set_mesh(mesh.make_mesh(MeshConfig(data=8)))
+    rng = np.random.default_rng(0)
+    shapes = (2 * B, 4, K, G, H), (2 * B, 4, K, H), (2 * B, K, S, H)
+    q, k, keys = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    of_keys = spec("batch", None, "kv_heads", None), spec("batch", "kv_heads", "seq", None)
+    specs = spec("batch", None, "kv_heads", None, None), *of_keys
+    found = []
+    for dtype in (jnp.bfloat16, jnp.float32):
+        own = [jax.device_put(x.astype(dtype), of) for x, of in zip((q, k, keys), specs, strict=True)]
+        past = Past(own[2], own[2], jax.device_put(np.full(2 * B, 7, np.int32), spec("batch")), None)
+        attend = jax.jit(partial(cached.attend, window=None, scale=SCALE))
+        found.append(np.asarray(attend(own[0], own[1], own[1], past)[0], np.float32))
+    np.testing.assert_allclose(*found, atol=0.05)

@@ -10,14 +10,14 @@ from llamajax.watch.example import print_example
 TALK = [("<s>Hi\n", False), ("Yo\x1b[2J</s>", True), ("\n", False)]
 
 
-def printed(monkeypatch, stretches, *, terminal: bool, **settings) -> str:
+def printed(monkeypatch, stretches, *, terminal: bool, what="document", num_learned=3, **settings) -> str:
     text = io.StringIO()
     colours = "standard" if terminal else None
     screen = console.Screen(file=text, width=80, force_terminal=terminal, color_system=colours, highlight=False, **settings)
     for module in (console, example):
         monkeypatch.setattr(module, "CONSOLE", screen)
     monkeypatch.setattr(example, "is_interactive", lambda: terminal)
-    print_example(stretches, 8, 3)
+    print_example(stretches, 8, num_learned, what)
     return text.getvalue()
 
 
@@ -27,6 +27,12 @@ def test_piped(monkeypatch):
         "           <s>Hi",
         "           \u27e6Yo\ufffd[2J</s>\u27e7",
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_of_a_prompt_nothing_is_learned(monkeypatch, terminal):
+    shown = printed(monkeypatch, [("<s>Hi", False)], terminal=terminal, what="prompt", num_learned=0)
+    assert shown.splitlines() == ["example    one prompt of 8 tokens:", "           <s>Hi"]
 
 
 def test_on_a_terminal(monkeypatch):

@@ -90,6 +90,11 @@ class FileGroup:
         return self.source.format.has_preferences
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether documents are prompts."""
+        return self.source.format.has_prompts
+
+    @property
     def is_marked(self) -> bool:
         """Whether the hash includes `Format.mark`. Remote files are left out: it would fetch copies that were removed."""
         return self.source.format.fields_of_form > 0 and not any(isinstance(file, RemoteFile) for file in self.files)

@@ -34,6 +34,7 @@ from llamajax.data.documents.conversations import Conversation
 from llamajax.data.documents.json_arrays import BrokenArrayError
 from llamajax.data.documents.lines import Span, lines_extent, read_lines
 from llamajax.data.documents.preferences import Preference
+from llamajax.data.documents.prompts import PromptRecord
 from llamajax.data.documents.remote import File, shown
 from llamajax.data.documents.split import HEAD_CHARS, split_hash
 from llamajax.data.documents.text_files import COMPRESSIONS, JSON_SUFFIXES, READ_BYTES, NoTextFileError, mark_of, opened
@@ -53,7 +54,7 @@ class Document(NamedTuple):
 
     text: str
     """For a conversation: everything said in it, or empty if none of it is trained on. For a preference: the prompt and its
-    answers, or empty if one is empty. For tokens: the ids as text."""
+    answers, or empty if one is empty. For a prompt: all said in it, or empty. For tokens: the ids as text."""
     bytes_read: int
     """End of this document in the source's files, in bytes, for progress reports."""
     split_hash: int = 0
@@ -64,6 +65,8 @@ class Document(NamedTuple):
     """The tokens, in a `tokenized` source."""
     preference: Preference | None = None
     """The answers behind the text, in a `preference` source."""
+    prompt: PromptRecord | None = None
+    """The prompt behind the text, in a `prompt` source."""
     where: object = None
     """Place of these tokens, for messages."""
     error: str = ""
@@ -93,6 +96,8 @@ class Format:
     """Whether documents say which of their tokens are trained on: conversations, and records of tokens."""
     has_preferences: ClassVar[bool] = False
     """Whether documents are preferences: two answers to one prompt, or one with a label."""
+    has_prompts: ClassVar[bool] = False
+    """Whether documents are prompts, which the model completes, with their records."""
     is_tokenized: ClassVar[bool] = False
     """Whether the files hold tokens instead of documents."""
 

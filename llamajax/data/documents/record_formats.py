@@ -5,7 +5,7 @@ A record is a JSON object: a line or an element of a file, or a row of a parquet
 
 import abc
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from llamajax.data.documents.formats import Arrow, Document, Format, Jsonl, Mega
 from llamajax.data.documents.lines import Span
 from llamajax.data.documents.preferences import fields_read as preference_fields_read
 from llamajax.data.documents.preferences import preference_of
+from llamajax.data.documents.prompts import prompt_of
 from llamajax.data.documents.remote import File
 from llamajax.data.documents.split import split_hash
 from llamajax.data.documents.text_files import JSON_SUFFIXES
@@ -41,7 +42,7 @@ class Records(Jsonl, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def columns(self) -> frozenset[str]:
+    def columns(self) -> Container[str]:
         """Columns of a table that records are read from."""
 
     def is_dataset(self, folder: Path) -> bool:
@@ -130,6 +131,32 @@ class Preferences(Records):
         return self.config.form
 
 
+class Prompts(Records):
+    """One prompt per record. Reward functions may need any column, so all of them are read."""
+
+    setting = "fields"
+    has_prompts = True
+
+    @property
+    def columns(self) -> Container[str]:
+        return _Every()
+
+    def document(self, record: Mapping[str, Any], where: object, bytes_read: int) -> Document:
+        prompt = prompt_of(record, self._form, where)
+        return Document(prompt.text, bytes_read, split_hash(prompt.text), prompt=prompt, where=where)
+
+    @functools.cached_property
+    def _form(self) -> ChatForm:
+        return self.config.form
+
+
+class _Every(Container[str]):
+    """Contains every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
 class Tokenized(Records):
     """The tokens of one document per record."""
 
@@ -149,6 +176,6 @@ class Tokenized(Records):
 
 FORMATS: dict[str, type[Format]] = {
     "text": Text, "jsonl": Jsonl, "parquet": Parquet, "arrow": Arrow, "stdlib": Stdlib, "chat": Chat,
-    "preference": Preferences, "tokenized": Tokenized, "megatron": Megatron,
+    "preference": Preferences, "prompt": Prompts, "tokenized": Tokenized, "megatron": Megatron,
 }  # fmt: skip
 """Format by the `kind` of a source."""

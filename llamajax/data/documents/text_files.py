@@ -44,7 +44,7 @@ class NoTextFileError(ValueError):
         of_table = {"a parquet file": "parquet", "an Arrow file": "arrow"}.get(str(self))
         if of_table is None:
             return "unpack it, and name the files in it"
-        if kind in ("chat", "preference", "tokenized"):
+        if kind in ("chat", "preference", "prompt", "tokenized"):
             return f"let its name end in .{of_table}"
         return f"set kind: {of_table}, or name other files"
 

@@ -17,8 +17,9 @@ from llamajax.data import cache
 from llamajax.data.chat.chat_template import TEMPLATE_FILE
 from llamajax.data.rows.order import Proportions
 from llamajax.data.rows.packing import Row
-from llamajax.data.rows.position import PassedOver
+from llamajax.data.rows.position import PassedOver, rows_read
 from llamajax.data.rows.preferences import with_fields
+from llamajax.data.rows.prompts import Prompt, prompt_of_row
 from llamajax.data.rows.rows import PackedSource, RowPlace, RowPlaces, cache_error
 from llamajax.data.rows.stages import Passes, StageRows, stage_orders, takes_part
 from llamajax.data.tasks import MapTasks
@@ -72,10 +73,12 @@ class Dataset:
     """Returns the reference's fields of a row by its number; None: there are none."""
     preferences: tuple[Literal["pairs", "labels"] | None, ...]
     """For each source, whether its preferences are pairs or have labels; None if it has no preferences."""
+    completion_tokens: int
+    """Number of tokens of the longest completion, which follows a prompt; 0 if rows are no prompts."""
 
     @property
     def held_out_rows(self) -> Sequence[Row]:
-        """Rows of documents that are never trained on, in a fixed order; may be empty."""
+        """Rows of documents that are never trained on, in a fixed order; may be empty. Of prompts: see `held_out_prompt`."""
         return self.rows.held_out_rows
 
     def held_out_row(self, number: int) -> Row:
@@ -95,16 +98,28 @@ class Dataset:
         return dict(zip(self.keys, self.passes.after(step, passed_over), strict=True))
 
     def mean_keys(self, window: int | None) -> float:
-        """Returns the mean number of tokens before a token in its document, limited by the window, over the first rows."""
+        """Returns the mean number of tokens before a token in its document, limited by the window, over the first rows.
+
+        After a prompt, the longest completion is assumed.
+        """
         places = [self._place(self.rows.first_row + number) for number in range(_ROWS_LOOKED_AT)]
         pairs = np.concatenate([place.pairs_of_documents() for place in places]).astype(np.int64)
+        pairs += self.completion_tokens
         whole = pairs if window is None else np.minimum(pairs, window + 1)  # each token has one more key than the one before
         keys = whole * (whole - 1) // 2 + (pairs - whole) * (window or 0)
-        return float(keys.sum() / sum(place.packed.seq_len for place in places))
+        return float(keys.sum() / sum(place.packed.seq_len + self.completion_tokens for place in places))
 
     def train_row(self, position: int) -> Row:
         """Returns the row at a position of the run: row r of step s is at `rows_after(s) + r`."""
         return self._completed(self._place(position).row(), self.number_of(position))
+
+    def prompt(self, position: int) -> Prompt:
+        """Returns the prompt at a position of the run; has the positions and errors of `train_row`."""
+        return prompt_of_row(self._place(position).row())
+
+    def held_out_prompt(self, number: int) -> Prompt:
+        """Returns one of the prompts that are never trained on, as many as `held_out_rows`."""
+        return prompt_of_row(self.held_out_rows[number])
 
     @property
     def num_train_rows(self) -> int:
@@ -183,7 +198,7 @@ def _prepare(
     for seq_len in dict.fromkeys(stage.seq_len for stage in stages):
         packed[seq_len] = []
         for index, tokens in enumerate(found.sources):
-            own = PackedSource(tokens, cache_dir, seq_len, log_work, run)
+            own = PackedSource(tokens, cache_dir, config.objective.tokens_of_data(seq_len), log_work, run)
             packed[seq_len].append(own)
             if seq_len == data.seq_len:
                 _check_bad(own, log)
@@ -192,12 +207,12 @@ def _prepare(
             summary.append(_describe(own) if seq_len == data.seq_len else _describe_rows(own))
             log(summary[-1])
             if takes_part(stages, index, seq_len):
-                _check_rows(own, "data.seq_len" if seq_len == data.seq_len else "a row in data.stages")
+                _check_rows(own, _row_setting(config, seq_len))
     held_out = {seq_len: _held_out(config, of_length) for seq_len, of_length in packed.items()}
     rows = {seq_len: [own.train_places for own in of_length] for seq_len, of_length in packed.items()}
-    orders = stage_orders(stages, rows, config.seed, config.train.rows_after)
+    orders = stage_orders(stages, rows, config.seed, rows_read(config))
     of_stages = tuple(
-        StageRows(config.train.rows_after(stage.from_step), order, held_out[stage.seq_len])
+        StageRows(rows_read(config)(stage.from_step), order, held_out[stage.seq_len])
         for stage, order in zip(stages, orders, strict=True)
     )
     keys = {seq_len: [own.rows_key for own in of_length] for seq_len, of_length in packed.items()}
@@ -215,7 +230,7 @@ def _prepare(
         fingerprint=fingerprints[0],
         stage_fingerprints=tuple((stage.from_step, own) for stage, own in zip(stages[1:], fingerprints[1:], strict=True)),
         content=cache.key_of([own.content for of_length in packed.values() for own in of_length]),
-        passes=Passes(stages, num_rows, config.train.rows_after),
+        passes=Passes(stages, num_rows, rows_read(config)),
         keys=tuple(tokens.source.key for tokens in found.sources),
         held_out_of_sources=tuple(own.held_out_rows for own in packed[data.seq_len]),
         files=tokenizer.files if template is None else tokenizer.files | {TEMPLATE_FILE: template.text.encode()},
@@ -224,7 +239,15 @@ def _prepare(
         objective=config.objective.kind,
         reference=None,
         preferences=tuple([_preferences(tokens) for tokens in found.sources]),
+        completion_tokens=config.objective.rollout.max_tokens if config.objective.is_on_policy else 0,
     )
+
+
+def _row_setting(config: Config, seq_len: int) -> str:
+    """Returns what sets how many tokens of the data a row has."""
+    if config.objective.is_on_policy:
+        return "data.seq_len less objective.rollout.max_tokens"
+    return "data.seq_len" if seq_len == config.data.seq_len else "a row in data.stages"
 
 
 def _preferences(tokens: SourceTokens) -> Literal["pairs", "labels"] | None:
@@ -262,6 +285,7 @@ def _held_out(config: Config, packed: Sequence[PackedSource]) -> Sequence[Row]:
         too_long = sum(of_source.num_left_out(HELD_OUT) for of_source in packed)
         seq_len = packed[0].seq_len
         within = f"data.seq_len={seq_len}" if seq_len == config.data.seq_len else f"data.stages' {seq_len} tokens"
+        within = f"{seq_len} tokens" if config.objective.is_on_policy else within
         why = f" within {within} ({too_long:,} are longer)" if too_long else ""
         raise DataError(
             f"data.held_out_fraction: {share} holds out no document{why}; raise it, add documents,"
@@ -299,7 +323,7 @@ def _check_rows(packed: PackedSource, of_row: str) -> None:
     key, num_documents = f"{packed.source.key}.paths", packed.tokens.counts.documents
     if not num_documents:
         raise DataError(f"{key}: has no document to train on; add documents with text")
-    if packed.num_left_out(TRAIN) and packed.source.format.has_preferences:
+    if packed.num_left_out(TRAIN) and _what(packed) != "documents":
         which = _what(packed)
         raise DataError(
             f"{key}: none of the {which} fits in the {packed.seq_len:,} tokens of {of_row}; raise it, or add shorter {which}"
@@ -321,30 +345,38 @@ def _describe(packed: PackedSource) -> str:
     which = "with an empty answer" if source.format.has_preferences else "empty ones"
     skipped = f" ({counts.empty:,} {which} skipped)" if counts.empty else ""
     full = f", {packed.num_targets(TRAIN) / (num_rows * seq_len):.2%} full" if num_rows else ""
+    rows = f"; {num_rows:,} rows{full}; held out: {packed.num_rows(HELD_OUT):,} rows"
+    if source.format.has_prompts:
+        rows = f", at most {packed.longest_prompt:,}; {num_rows:,} to train on; held out: {packed.num_rows(HELD_OUT):,}"
     tokens = counts.tokens
     size = f" {counts.text_bytes / 1e6:,.1f} MB," if counts.text_bytes else ""
     what = _what(packed)
     labels = f" ({counts.desirable:,} desirable, {counts.undesirable:,} undesirable)" if what == "answers" else ""
     return (
-        f"data       {source.key} {source.config.kind}: {counts.documents:,} {what}{labels}{skipped},"
-        f"{size} {tokens:,} tokens,"
-        f" {tokens / max(counts.documents, 1):,.0f} per {what[:-1]}; {num_rows:,} rows{full};"
-        f" held out: {packed.num_rows(HELD_OUT):,} rows" + _describe_split(counts) + _describe_too_long(packed)
+        (
+            f"data       {source.key} {source.config.kind}: {counts.documents:,} {what}{labels}{skipped},"
+            f"{size} {tokens:,} tokens,"
+            f" {tokens / max(counts.documents, 1):,.0f} per {what[:-1]}{rows}"
+        )
+        + _describe_split(counts)
+        + _describe_too_long(packed)
     )
 
 
 def _what(packed: PackedSource) -> str:
     """Returns the word for what a source's documents are."""
     counts = packed.tokens.counts
+    if packed.source.format.has_prompts:
+        return "prompts"
     if not packed.source.format.has_preferences:
         return "documents"
     return "answers" if counts.desirable + counts.undesirable else "pairs"
 
 
 def _describe_too_long(packed: PackedSource) -> str:
-    """Returns how many conversations are cut or left out because of the length of a row."""
+    """Returns how many documents are cut or left out because of the length of a row."""
     cut, left_out, seq_len = packed.num_cut, sum(packed.num_left_out(side) for side in SIDES), packed.seq_len
-    if packed.source.format.has_preferences:
+    if _what(packed) != "documents":
         return f"; {left_out:,} {_what(packed)} left out, since they exceed {seq_len:,} tokens" if left_out else ""
     return (f"; {cut:,} conversations cut to {seq_len:,} tokens" if cut else "") + (
         f"; {left_out:,} left out, since no answer is within {seq_len:,} tokens" if left_out else ""

@@ -1,4 +1,4 @@
-"""Picks a conversation or a preference of a run to show people: what is read of it, and what is learned."""
+"""Picks a conversation, a preference or a prompt of a run to show people: what is read of it, and what is learned."""
 
 import itertools
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Stretch(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A document that is learned in part."""
+    """A document that is learned in part, or a prompt."""
 
     stretches: list[Stretch]
     num_tokens: int
@@ -34,7 +34,11 @@ class Example(NamedTuple):
 
 
 def find_example(dataset: Dataset) -> Example | None:
-    """Returns the first document in the first rows of the run that is learned only in part; None if there is none."""
+    """Returns the first document in the first rows of the run that is learned only in part, or the run's first prompt; None
+    if there is none."""
+    if any(FORMATS[source.kind].has_prompts for source in dataset.sources):
+        ids = dataset.prompt(dataset.rows.first_row).ids
+        return Example([Stretch(dataset.tokenizer.decode_all(list(ids)), False)], len(ids), 0, "prompt")
     if not any(FORMATS[source.kind].has_targets for source in dataset.sources):
         return None
     for position in range(_ROWS_LOOKED_AT):

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from llamajax.config.run import Config
 from llamajax.data.rows.dataset import Dataset
 from llamajax.data.rows.packing import Row, fill_row
-from llamajax.data.rows.position import PassedOver, next_row
+from llamajax.data.rows.position import PassedOver, next_row, rows_read
 from llamajax.data.rows.preferences import with_fields
 from llamajax.step.batch import FIELDS, Batch, batch_sharding, check_ids, fields
 
@@ -54,6 +54,12 @@ class Loader:
         self.wait_s = time.monotonic() - started
         return step, batch
 
+    def take(self, step: int) -> tuple[Batch, dict[str, float]]:
+        """Returns the batch of the step after `step` finished steps, which must be the next one, and no metrics of it."""
+        loaded, batch = next(self)
+        assert loaded == step
+        return batch, {}
+
     def __enter__(self) -> Self:
         return self
 
@@ -72,7 +78,7 @@ class Loader:
 
     def _load(self, step: int) -> Batch:
         train, data, rows = self._config.train, self._config.data, self._config.train.micro_batch_size
-        first, number = next_row(step, train.rows_after, self._passed_over), data.stage_at(step)
+        first, number = next_row(step, rows_read(self._config), self._passed_over), data.stage_at(step)
         dataset, accumulated = self._datasets[number], train.batch_size_at(step) // rows
         shape = (accumulated, rows, data.all_stages[number].seq_len)
 

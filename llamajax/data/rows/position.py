@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from llamajax.config.run import Config
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassedOver:
@@ -20,12 +22,17 @@ class PassedOver:
     """Time of the decision, in seconds since 1970."""
 
 
+def rows_read(config: Config) -> Callable[[int], int]:
+    """Returns a function from a number of finished steps to the rows of the data that they read."""
+    return lambda step: config.objective.rows_of_data(config.train.rows_after(step))
+
+
 def next_row(step: int, rows_after: Callable[[int], int], passed_over: Sequence[PassedOver]) -> int:
     """Returns the position of the first row after `step` finished steps.
 
     Args:
         step: number of finished steps.
-        rows_after: returns the number of rows of the first steps; see `TrainConfig.rows_after`.
+        rows_after: returns the number of rows of the first steps; see `rows_read`.
         passed_over: windows in the order of their occurrence. One that continues from an earlier step than previous ones
             supersedes them.
     """

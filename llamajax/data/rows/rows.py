@@ -14,9 +14,10 @@ from llamajax.data.documents.file_groups import ANNOUNCED_BYTES
 from llamajax.data.rows.packing import Row, fill_row
 from llamajax.data.rows.packing_cache import PackingIndex, Packings
 from llamajax.data.rows.preferences import fill_preferences
+from llamajax.data.rows.prompts import PromptIndex, prompt_row
 from llamajax.data.tasks import MapTasks
 from llamajax.data.tokens.source_tokens import SourceTokens
-from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN
+from llamajax.data.tokens.stores import HELD_OUT, SIDES, TRAIN, ShardStore
 from llamajax.errors import DataError, DiskError, UserError
 
 _ROWS = "packing-1"
@@ -29,7 +30,9 @@ class PackedSource:
     def __init__(
         self, tokens: SourceTokens, cache_dir: Path, seq_len: int, log: Callable[[str], None], run: MapTasks = map
     ) -> None:
-        """Packs the documents by calls of `run`, unless already done.
+        """Packs the documents by calls of `run`, unless already done; a prompt has a row of its own.
+
+        `seq_len` is the number of tokens of the data per row: for prompts, of the longest one that is kept.
 
         Raises:
             DataError: the cache cannot be read, and a damaged file cannot be rebuilt.
@@ -60,7 +63,8 @@ class PackedSource:
         return sum(self._packing.totals(side).cut for side in range(len(SIDES)))
 
     def num_left_out(self, side: str) -> int:
-        """Returns the number of conversations without an answer within a row, or of preferences that exceed a row."""
+        """Returns the number of conversations without an answer within a row, or of preferences or prompts that exceed a
+        row."""
         return self._packing.totals(SIDES.index(side)).left_out
 
     def num_rows(self, side: str) -> int:
@@ -70,6 +74,11 @@ class PackedSource:
     def num_targets(self, side: str) -> int:
         """Returns the number of targets in these rows."""
         return self._packing.num_targets(SIDES.index(side))
+
+    @property
+    def longest_prompt(self) -> int:
+        """Number of tokens of the longest prompt; 0 without prompts."""
+        return self._packing.longest if isinstance(self._packing, PromptIndex) else 0
 
     @property
     def train_places(self) -> "RowPlaces":
@@ -82,8 +91,10 @@ class PackedSource:
         return PackedRows(self, HELD_OUT)
 
     def pairs_of_documents(self, side: str, index: int) -> Int32[np.ndarray, "pieces"]:
-        """Returns the number of pairs of each document in a row, or of each sequence of a preference; raises the errors of
-        `row`."""
+        """Returns the number of pairs of each document in a row, or of each sequence of a preference, or of a prompt; raises
+        the errors of `row`."""
+        if self.source.format.has_prompts:
+            return np.array([len(self.row(side, index)["tokens"])], np.int32)
         if self.source.format.has_preferences:
             segment_ids = self.row(side, index)["segment_ids"]
             return np.unique(segment_ids[segment_ids > 0], return_counts=True)[1].astype(np.int32)
@@ -98,7 +109,10 @@ class PackedSource:
         """
         return cache.repaired(lambda: self._row(SIDES.index(side), index), self._remake)
 
-    def _pack(self, run: MapTasks) -> PackingIndex:
+    def _pack(self, run: MapTasks) -> PackingIndex | PromptIndex:
+        if self.source.format.has_prompts:
+            assert isinstance(self.tokens.store, ShardStore)
+            return PromptIndex(self.tokens.store, self.seq_len)
         counts = self.tokens.counts
         if not self._packings.is_there() and max(counts.text_bytes, 2 * counts.tokens) >= ANNOUNCED_BYTES:
             self._log(f"packing    {counts.documents:,} documents of {self.source.key}")
@@ -110,6 +124,8 @@ class PackedSource:
         for start, length in zip(*self._packing.pieces(side, index), strict=True):
             part = bisect.bisect_right(self._part_starts, start) - 1  # each document, and so each piece, is in one part
             pieces.append(self.tokens.store.piece(part, int(start) - self._part_starts[part], int(length)))
+        if self.source.format.has_prompts:
+            return prompt_row(pieces[0])
         if self.source.format.has_preferences:
             return fill_preferences(pieces, self.seq_len)
         learnt = [piece.learnt for piece in pieces if piece.learnt is not None]

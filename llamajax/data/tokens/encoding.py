@@ -144,17 +144,17 @@ def _check_memory(sample_bytes: int, free: int | None) -> None:
 
 
 def chat_template_for(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Returns the chat template for the run's conversations; None if there are none.
+    """Returns the chat template for the run's conversations; None if there are none, or only prompts and no template.
 
     Raises:
-        ConfigError: a template is needed but missing.
+        ConfigError: a template is needed but missing. Prompts may be texts, so each that is not reports it itself.
         DataError: the template is malformed or cannot be read.
     """
     if not any(source.is_rendered for source in data.sources):
         return None
     named = data.chat_template
     template = load_chat_template(Path(find_file(named)) if named else tokenizer.source.parent, tokenizer)
-    if template is None:
+    if template is None and any(source.needs_template for source in data.sources):
         raise ConfigError(
             "data.chat_template: is required for sources of kind=chat or preference, because the tokenizer has none; name a"
             " Jinja file, for example one of configs/chat_templates/"

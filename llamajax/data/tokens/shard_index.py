@@ -56,6 +56,8 @@ class ShardIndex:
         """Number of documents with a desirable answer alone."""
         self.undesirable: int = file.info.get("undesirable", 0)
         """Number of documents with an undesirable answer alone."""
+        self.record_bytes: int = file.info.get("record_bytes", 0)
+        """Number of tokens that are bytes of the records of prompts."""
         self.first_bad: str = file.info["first_bad"]
         """Error of the first invalid record."""
         self._first_of_entry = np.cumsum([0, *file.arrays["num_shards"][:]])
@@ -91,6 +93,7 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
         totals = zip(*(head.totals for head in heads), strict=True)
         more, split = sum(head.more for head in heads), sum(head.split for head in heads)
         desirable, undesirable = sum(head.desirable for head in heads), sum(head.undesirable for head in heads)
+        record_bytes = sum(head.record_bytes for head in heads)
         cache.write_arrays(
             path,
             {
@@ -103,6 +106,7 @@ def write_index(entries: Sequence[Path], path: Path) -> None:
                 "first_bad": next((head.first_bad for head in heads if head.first_bad), ""),
                 **({"more": more, "split": split} if more else {}),
                 **({"desirable": desirable, "undesirable": undesirable} if desirable + undesirable else {}),
+                **({"record_bytes": record_bytes} if record_bytes else {}),
             },
             keep=is_new,
         )
@@ -119,6 +123,7 @@ class _Head(NamedTuple):
     split: int
     desirable: int
     undesirable: int
+    record_bytes: int
 
 
 def _heads(entry: Path) -> list[_Head]:
@@ -133,6 +138,6 @@ def _heads(entry: Path) -> list[_Head]:
         totals = (
             len(shard.tokens), len(shard.hashes), shard.text_bytes, shard.num_space_signs, shard.num_empty, shard.num_bad,
         )  # fmt: skip
-        labelled = shard.num_desirable, shard.num_undesirable
-        heads.append(_Head(shard.sha256, totals, shard.first_bad, shard.num_more, shard.num_split, *labelled))
+        others = shard.num_more, shard.num_split, shard.num_desirable, shard.num_undesirable, shard.num_record_bytes
+        heads.append(_Head(shard.sha256, totals, shard.first_bad, *others))
     return heads

@@ -19,6 +19,7 @@ from llamajax.data import cache
 from llamajax.data.chat.chat_template import ChatTemplate
 from llamajax.data.chat.chat_tokens import encode_conversation
 from llamajax.data.chat.preference_tokens import encode_preference
+from llamajax.data.chat.prompt_tokens import BYTES, encode_prompt
 from llamajax.data.documents.file_groups import GROUP_BYTES, HashedGroup, announce_fetching
 from llamajax.data.documents.formats import Document, utf8_length
 from llamajax.data.documents.split import plain_hash
@@ -45,6 +46,7 @@ _LONG = "whole"
 """Key for groups that may contain documents which earlier versions cut."""
 _CONVERSATIONS = "chat-4"
 _PREFERENCES = "preference-1"
+_PROMPTS = "prompt-1"
 _TOKENS = "tokens-1"
 
 
@@ -84,11 +86,14 @@ class Shard:
     """Number of these conversations."""
     chosen: cache.CheckedArray | None = None
     """For preferences, whether each token belongs to a chosen or desirable sequence, as bits like those of `learnt`. The
-    chosen sequence of a document comes first."""
+    chosen sequence of a document comes first. For prompts, whether it belongs to the prompt; the bytes of the record, one
+    per token, follow it."""
     num_desirable: int = 0
     """Number of documents with a desirable answer alone."""
     num_undesirable: int = 0
     """Number of documents with an undesirable answer alone."""
+    num_record_bytes: int = 0
+    """Number of ids in `tokens` that are bytes of the records of prompts."""
 
     @property
     def num_read(self) -> int:
@@ -101,7 +106,7 @@ class Shard:
         return _bits(self.learnt, start, end)
 
     def is_chosen(self, start: int, end: int) -> Bool[np.ndarray, "{end}-{start}"]:
-        """Returns which of these tokens of preferences belong to a chosen or desirable sequence."""
+        """Returns which of these tokens belong to a chosen or desirable sequence of a preference, or to a prompt."""
         assert self.chosen is not None
         return _bits(self.chosen, start, end)
 
@@ -126,7 +131,9 @@ def shards_entry(group: HashedGroup, tokenizer: Tokenizer, cache_dir: Path, temp
     key = [_DOCUMENTS, SHARD_BYTES, tokenizer.sha256, group.content]
     if group.may_be_long and not group.has_targets:
         key.append(_LONG)
-    if group.source.config.is_rendered:
+    if group.has_prompts:
+        key += [_PROMPTS, None if template is None else template.sha256]
+    elif group.source.config.is_rendered:
         assert template is not None
         key += [_PREFERENCES if group.has_preferences else _CONVERSATIONS, template.sha256]
     elif group.has_targets:
@@ -296,6 +303,7 @@ def _next_shard(
     hashes, plain_hashes = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
     learnt, chosen = [np.zeros(0, bool)], [np.zeros(0, bool)]
     num_empty = num_bad = num_more = num_split = num_space_signs = text_bytes = size = num_desirable = num_undesirable = 0
+    num_record_bytes, has_two = 0, group.has_preferences or group.has_prompts
     first_bad = ""
     last = False
 
@@ -326,11 +334,15 @@ def _next_shard(
                     last = False
                     break
         size += batch_size
+        of_records = 0
         if group.has_targets:
             encoded = _encode_marked(batch, group, tokenizer, template, leave_out)
-            if group.has_preferences:
+            if has_two:
                 sides = [tuple(len(side.ids) for side in both) for _, both in encoded]
                 chosen += [np.repeat([True, False], lengths) for lengths in sides]
+                if group.has_prompts:
+                    of_records = sum(num_bytes for _, num_bytes in sides)
+                    num_record_bytes += of_records
                 num_desirable += sum(not num_rejected for _, num_rejected in sides)
                 num_undesirable += sum(not num_chosen for num_chosen, _ in sides)
                 encoded = [(document, [_joined(both)]) for document, both in encoded]
@@ -344,7 +356,7 @@ def _next_shard(
             ids = tokenizer.encode_documents([document.text for document in batch])
             before, behind = np.array([tokenizer.bos_id], np.int32), np.array([tokenizer.eos_id], np.int32)
         of_batch = np.concatenate([np.zeros(0, np.int32), *(part for some in ids for part in (before, some, behind))])
-        assert (of_batch < tokenizer.vocab_size).all()
+        assert (of_batch < (max(tokenizer.vocab_size, BYTES) if group.has_prompts else tokenizer.vocab_size)).all()
         tokens.append(of_batch)
         lengths.append(np.array([len(of_document) for of_document in ids], np.int64) + len(before) + len(behind))
         hashes.append(np.array([document.split_hash for document in batch], np.uint64))
@@ -352,7 +364,7 @@ def _next_shard(
         num_space_signs += sum("\u2581" in document.text for document in batch)
         batch_bytes = sum(utf8_length(document.text) for document in batch if document.encoded is None)
         text_bytes += batch_bytes
-        progress.advance(len(batch), batch_bytes, bytes_read, len(of_batch))
+        progress.advance(len(batch), batch_bytes, bytes_read, len(of_batch) - of_records)
         if long is not None:
             found = encode_long(long, documents, tokenizer, tokens, progress)
             lengths.append(np.array([found.num_tokens], np.int64))
@@ -375,13 +387,14 @@ def _next_shard(
     }
     if group.has_targets:
         arrays["learnt"] = np.packbits(np.concatenate(learnt))
-    if group.has_preferences:
+    if has_two:
         arrays["chosen"] = np.packbits(np.concatenate(chosen))
     return arrays, {
         "text_bytes": text_bytes, "first": first, "num_space_signs": num_space_signs, "num_empty": num_empty,
         "num_bad": num_bad, "first_bad": first_bad, "last": last,
         **({"num_more": num_more, "num_split": num_split} if group.has_targets else {}),
         **({"num_desirable": num_desirable, "num_undesirable": num_undesirable} if group.has_preferences else {}),
+        **({"num_record_bytes": num_record_bytes} if group.has_prompts else {}),
     }  # fmt: skip
 
 
@@ -393,7 +406,8 @@ def _size(document: Document) -> int:
     """Returns the approximate memory that a document takes, in bytes."""
     sides = document.preference.sides if document.preference else filter(None, [document.conversation])
     num_messages = sum(len(side.messages) for side in sides)
-    return utf8_length(document.text) + DOCUMENT_BYTES * (1 + num_messages)
+    num_record_bytes = len(document.prompt.record) if document.prompt else 0
+    return utf8_length(document.text) + num_record_bytes + DOCUMENT_BYTES * (1 + num_messages)
 
 
 def _pass_over(documents: Iterator[Document], number: int) -> None:
@@ -410,8 +424,8 @@ def _encode_marked(
     template: ChatTemplate | None,
     leave_out: Callable[[str], None],
 ) -> list[tuple[Document, list[Encoded]]]:
-    """Returns the documents that say what is trained on, as tokens, each preference as its two sides; `leave_out` receives
-    the errors of the others."""
+    """Returns the documents that say what is trained on, as tokens, each preference as its two sides, each prompt as its
+    tokens and its record; `leave_out` receives the errors of the others."""
     encoded = []
     for document in documents:
         if (own := document.encoded) is not None:
@@ -423,8 +437,11 @@ def _encode_marked(
                     f" of {tokenizer.source}; name the tokenizer that made them"
                 )
             continue
-        assert template is not None
         try:
+            if document.prompt is not None:
+                encoded.append((document, encode_prompt(template, tokenizer, document.prompt)))
+                continue
+            assert template is not None
             if document.preference is not None:
                 encoded.append((document, encode_preference(template, tokenizer, document.preference)))
             else:

@@ -21,6 +21,7 @@ class Counts(NamedTuple):
 
     documents: int
     tokens: int
+    """Number of tokens; without the records of prompts, which are beside them."""
     text_bytes: int
     """Number of UTF-8 bytes of all texts."""
     space_signs: int = 0
@@ -107,9 +108,10 @@ class ShardedTokens:
         """See `SourceTokens`."""
         index = self.store.index
         return Counts(
-            documents=index.documents, tokens=int(index.tokens_of_shard.sum()), text_bytes=index.text_bytes,
-            space_signs=index.space_signs, empty=index.empty, bad=index.bad, first_bad=index.first_bad, more=index.more,
-            split=index.split, desirable=index.desirable, undesirable=index.undesirable,
+            documents=index.documents, tokens=int(index.tokens_of_shard.sum()) - index.record_bytes,
+            text_bytes=index.text_bytes, space_signs=index.space_signs, empty=index.empty, bad=index.bad,
+            first_bad=index.first_bad, more=index.more, split=index.split,
+            desirable=index.desirable, undesirable=index.undesirable,
         )  # fmt: skip
 
     @property

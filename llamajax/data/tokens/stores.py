@@ -43,11 +43,25 @@ class Piece(NamedTuple):
 
     tokens: Integer[np.ndarray, "_"]
     """The tokens, read-only: one more than the positions that they take, since the last one is only a target. Of a
-    preference, as many."""
+    preference or a prompt, as many."""
     learnt: Bool[np.ndarray, "_"] | None = None
     """Whether each of them, except the first, is trained on; None: all are."""
     chosen: Bool[np.ndarray, "_"] | None = None
-    """For a preference, whether each of them belongs to the chosen or desirable sequence."""
+    """For a preference, whether each of them belongs to the chosen or desirable sequence; for a prompt, whether it is one
+    of its tokens rather than a byte of its record."""
+
+
+class PromptPlaces(NamedTuple):
+    """Places of the prompts of a part, in order."""
+
+    starts: Int64[np.ndarray, "prompts"]
+    """Index of each prompt's first token in the part."""
+    lengths: Int64[np.ndarray, "prompts"]
+    """Number of ids of each prompt and its record."""
+    num_tokens: Int64[np.ndarray, "prompts"]
+    """Number of tokens of each prompt."""
+    sides: UInt8[np.ndarray, "prompts"]
+    """As in `Documents`."""
 
 
 class TokenStore(Protocol):
@@ -119,6 +133,18 @@ class ShardStore:
             is_cut=~is_left_out & (kept < lengths),
             is_left_out=is_left_out,
             is_moved=held_out != is_held_out(shard.plain_hashes[:], self.held_out_fraction),
+        )
+
+    def prompts(self, part: int) -> PromptPlaces:
+        """Returns the places of the prompts of a part; raises the errors of `documents`."""
+        shard = self.shard(part)
+        offsets = shard.offsets[:]
+        is_prompt = shard.is_chosen(0, int(offsets[-1]))
+        return PromptPlaces(
+            starts=offsets[:-1],
+            lengths=np.diff(offsets),
+            num_tokens=np.add.reduceat(is_prompt, offsets[:-1], dtype=np.int64),  # each has a record, so none is empty
+            sides=np.asarray(is_held_out(shard.hashes[:], self.held_out_fraction)).astype(np.uint8),
         )
 
     def piece(self, part: int, start: int, length: int) -> Piece:

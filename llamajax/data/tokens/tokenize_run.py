@@ -94,7 +94,8 @@ def tokenized(
             return _megatron_tokens(config, source, index, log_work)
         return ShardedTokens(source, index, of_source, by)
 
-    if by.template is not None and (problem := end_problem(by.template, by.tokenizer)) is not None:
+    learns_ends = any(source.config.needs_template for source in sources)  # prompts have no answers
+    if learns_ends and by.template is not None and (problem := end_problem(by.template, by.tokenizer)) is not None:
         log(f"warning    {problem}")
     return Tokenized(tuple(map(tokens_of, sources, indexes, groups_of)), by)
 

@@ -2,6 +2,7 @@
 
 from llamajax.config.run import Config
 from llamajax.estimates.machine import planned_machine
+from llamajax.estimates.rollouts import cache_bytes, held_reference_bytes
 from llamajax.planning.cost.accuracy import accuracy
 
 _NETWORK = "a network's share of its line rate (assumed as on H100)"
@@ -38,5 +39,13 @@ def remarks(config: Config) -> list[str]:
         found.append(
             f"NCCL connects {' and '.join(kinds)} only through sockets, and XLA offers no such choice for some groups only:"
             " see docs/how-to/unequal-networks.md"
+        )
+    if config.objective.is_on_policy:
+        axes = config.mesh.axis_sizes(hardware.num_devices)
+        caches, held = cache_bytes(config, axes) / 2**30, held_reference_bytes(config, axes) / 2**30
+        found.append(
+            "the step that trains is planned; the time to write and reward completions is not. Between steps, their keys and"
+            f" values take {caches:,.1f} GiB per GPU where the step's activations are"
+            + (f"; the reference takes {held:,.1f} GiB, counted with the parameters" if held else "")
         )
     return found
