@@ -73,7 +73,7 @@ class Rewards:
     def total(self, of_functions: Float32[np.ndarray, "N F"]) -> Float32[np.ndarray, "N"]:
         """Returns the weighted sum of the functions' rewards, without those that say nothing."""
         weights = np.array(list(self.functions.values()), np.float32)
-        return np.nansum(of_functions * weights, axis=1, dtype=np.float32)
+        return np.nan_to_num(of_functions * weights).sum(axis=1, dtype=np.float32)
 
     def _of(self, function: RewardFunction, scored: Scored) -> Float32[np.ndarray, "N"]:
         given: dict[str, list[Any]] = {name: values for name, values in scored._asdict().items() if name != "records"}
@@ -133,7 +133,7 @@ def rewards_of(given: Any, source: str = "rewards") -> Rewards:
     Raises:
         ConfigError: they are no functions, or two have one name.
     """
-    functions = {given: 1.0} if callable(given) else given
+    functions: Any = {given: 1.0} if callable(given) else given
     if isinstance(functions, Sequence) and not isinstance(functions, str):
         functions = dict.fromkeys(functions, 1.0)
     if not isinstance(functions, Mapping) or not functions or not all(map(callable, functions)):

@@ -208,7 +208,7 @@ def test_the_command_line_answers_without_jax(tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu_compiler")
 def test_a_real_plan(tmp_path):
     """All four files from the real compiler; the data that the configuration names exist nowhere."""

@@ -76,8 +76,12 @@ def in_numpy(config: Config, batch: dict[str, np.ndarray], own: np.ndarray) -> d
         losses += of_row
         rows += [sum(of_row) / len(of_row)] if of_row else []
     per = rows if objective.length_normalized else losses
-    mean = {"loss": sum(per) / len(per), "clipped": clipped / len(losses), "divergence": np.mean(divergences)}
-    return mean | {"completions" if objective.length_normalized else "tokens": len(per)}
+    mean: dict[str, float] = {
+        "loss": sum(per) / len(per),
+        "clipped": clipped / len(losses),
+        "divergence": float(np.mean(divergences)),
+    }
+    return mean | {"completions" if objective.length_normalized else "tokens": float(len(per))}
 
 
 @pytest.mark.parametrize("kind", ["tokens", "completions"])
@@ -118,7 +122,7 @@ def test_the_first_step_of_a_rollout_has_ratios_of_one():
     _, before = train_step(resolved(config), state, to_device(config, batch))
     assert before["clipped"] == 0
     np.testing.assert_allclose(before["loss"], -1.0, rtol=1e-6)
-    state = init_state(config)
+    state, after = init_state(config), before
     for _ in range(3):
         state, after = train_step(resolved(config), state, to_device(config, batch))
     assert after["log_prob"] > before["log_prob"]

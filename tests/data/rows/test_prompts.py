@@ -73,7 +73,7 @@ def test_every_prompt_once_a_pass_with_its_record(tmp_path):
     for record in written:
         text = f"<s>[INST] {record['prompt'][0]['content']} [/INST]"
         assert by_answer[json.dumps(record)] == tuple(mistral.encode_template(text).tolist())
-    once = Prompt(tuple(mistral.encode_prompt("Once")), hinted)
+    once = Prompt(tuple(mistral.encode_prompt("Once")), "Once", hinted)
     assert once in found
     of_first = [len(prompt.ids) for prompt in found if prompt != once]
     assert dataset.summary[0] == (

@@ -230,6 +230,7 @@ def test_what_is_suggested_was_compiled_and_fits(gpu_compiler):
         assert isinstance(suggestion.candidate.config, Config)
 
 
+@pytest.mark.long
 def test_matmuls_multiply_and_collectives_carry_eight_bits(gpu_compiler):
     changes = {"hardware.gpu": "h100", "model.matmul_dtype": "float8", "model.num_layers": 2, "train.grad_accum_steps": 1}
     module = parse(compile_for(resolve_planned(CONFIG.changed(changes))).hlo)
