@@ -110,7 +110,8 @@ class Trainer:
             while progress.step < config.train.num_steps and not self.stop.requested():
                 progress.begin_stage()
                 trace_before(progress.step + 1, progress.state)
-                progress.take_step()
+                if not progress.take_step():
+                    break
                 progress.save_or_compare()
                 if progress.is_due(config.train.eval_every) and progress.step < config.train.num_steps:
                     progress.check(writer.flush())
@@ -187,11 +188,11 @@ class _Progress:
         facts = {"seq_len": seq_len, "global_batch_size": batch_size, "from_cache": program.from_cache, **program.facts}
         self._writer.event("compile", **facts)
 
-    def take_step(self) -> None:
-        """Trains on the next batch."""
+    def take_step(self) -> bool:
+        """Trains on the next batch; returns False without a step if a request to stop comes while the batch is written."""
         watchdog = self._trainer.watchdog
-        if isinstance(self._batches, Rollouts) and self._batches.is_due(self.step):
-            self._write_completions(self._batches)
+        if isinstance(self._batches, Rollouts) and self._batches.is_due(self.step) and not self._write(self._batches):
+            return False
         watchdog.doing("waiting for its batch")
         batch, of_batch = self._batches.take(self.step)
         watchdog.doing(WAITING)
@@ -201,21 +202,26 @@ class _Progress:
         self.step += 1
         self.check(self._writer.write(self.step, values | of_batch, data_wait_s=self._batches.wait_s))
         watchdog.doing("")
+        return True
 
-    def _write_completions(self, rollouts: Rollouts) -> None:
-        """Writes the completions of the next steps, and tells the best one of a prompt."""
+    def _write(self, rollouts: Rollouts) -> bool:
+        """Writes the completions of the next steps, and tells the best one of a prompt; returns False if the run stops."""
         self.check(self._writer.flush())
         try:
             with self._trainer.watchdog.phase("rollout"), self._writer.pause("writing completions"):
-                prompt, completion, reward = rollouts.write(self.step, self.state)
+                found = rollouts.write(self.step, self.state, self._writer.tell, self._trainer.stop.requested)
         except DataError:
             if self.step != self._saved_step:
                 self._save()
             self._trainer.checkpointer.finish(save_again=self._save)
             raise
+        if found is None:
+            return False
+        prompt, completion, reward = found
         self._writer.event("rollout", prompt=prompt.said, completion=completion.text, reward=reward)
         if self.is_due(self._config.metrics.log_every):
             console.log(f"rollout    reward {reward:.3g}, the best completion of one prompt: {_shown(completion.text)}")
+        return True
 
     def save_or_compare(self) -> None:
         """Saves the state to the run or to the local disk, or compares replicas, whichever is due after this step."""
@@ -253,7 +259,8 @@ class _Progress:
         with self._trainer.watchdog.phase("evaluate"), self._writer.pause("evaluating"):
             num_rows, is_stopping = self._trainer.num_eval_rows, self._trainer.stop.requested
             if isinstance(self._batches, Rollouts):
-                result = self._batches.evaluate(self.state, self._of_stages[number], num_rows)
+                of_stage, tell = self._of_stages[number], self._writer.tell
+                result = self._batches.evaluate(self.state, of_stage, num_rows, tell, is_stopping)
             else:
                 result = evaluate(in_rows, self.state.weights, self._of_stages[number], num_rows, is_stopping)
         if result is not None:

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -95,11 +95,19 @@ class Rollouts:
         """Returns whether the step after `step` finished steps needs new completions."""
         return self._first_row(step) not in self._steps
 
-    def write(self, step: int, state: TrainState) -> tuple[Prompt, Completion, float]:
+    def write(
+        self, step: int, state: TrainState, tell: Callable[[str], object], is_stopping: Callable[[], bool]
+    ) -> tuple[Prompt, Completion, float] | None:
         """Writes and rewards the completions of the next `objective.rollout.steps` steps.
 
+        Args:
+            step: number of finished steps.
+            state: the state after them.
+            tell: receives how far it is, for people.
+            is_stopping: called after every token; once it returns True, all completions of the rollout are given up.
+
         Returns:
-            For people, the first prompt, the best of its completions, and the reward of that.
+            For people, the first prompt, the best of its completions, and the reward of that; None if `is_stopping`.
 
         Raises:
             DataError: a reward function fails.
@@ -110,7 +118,9 @@ class Rollouts:
         for of_step in range(step, last):
             dataset, first = self._datasets[config.data.stage_at(of_step)], self._first_row(of_step)
             prompts += map(dataset.prompt, range(first, first + objective.rows_of_data(config.train.global_batch_size)))
-        found = self._rewarded(prompts, objective.rollout.group_size, state, step)
+        found = self._rewarded(prompts, objective.rollout.group_size, state, step, tell, is_stopping)
+        if found is None:
+            return None
         rows = rows_of(objective, found, config.data.seq_len)
         self._add_log_probs(rows, state)
         size, self._steps = config.train.global_batch_size, {}
@@ -131,18 +141,32 @@ class Rollouts:
         """Returns what a checkpoint has to keep, by file name: the completions that are not trained on yet."""
         return {FILE: _packed(self._steps)} if self._steps else {}
 
-    def evaluate(self, state: TrainState, dataset: Dataset, num_prompts: int) -> dict[str, float]:
-        """Returns the metrics of one completion of each of the first held-out prompts; every time with the same draws."""
+    def evaluate(
+        self,
+        state: TrainState,
+        dataset: Dataset,
+        num_prompts: int,
+        tell: Callable[[str], object],
+        is_stopping: Callable[[], bool],
+    ) -> dict[str, float] | None:
+        """Returns the metrics of one completion of each of the first held-out prompts, every time with the same draws; None
+        if there are none, or if `is_stopping`. The last two arguments are those of `write`."""
         prompts = [dataset.held_out_prompt(number) for number in range(min(num_prompts, len(dataset.held_out_rows)))]
-        if not prompts:
-            return {}
-        found = self._rewarded(prompts, 1, state, _OF_EVALUATION)
-        return _metrics(self._on_policy.rewards, found, slice(None))
+        found = self._rewarded(prompts, 1, state, _OF_EVALUATION, tell, is_stopping) if prompts else None
+        return None if found is None else _metrics(self._on_policy.rewards, found, slice(None))
 
     def _first_row(self, step: int) -> int:
         return next_row(step, rows_read(self._config), self._passed_over)
 
-    def _rewarded(self, prompts: Sequence[Prompt], group_size: int, state: TrainState, draw: int) -> Rewarded:
+    def _rewarded(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        state: TrainState,
+        draw: int,
+        tell: Callable[[str], object],
+        is_stopping: Callable[[], bool],
+    ) -> Rewarded | None:
         """Writes `group_size` completions of each prompt with the draws of number `draw`, and rewards them."""
         rollout, config = self._config.objective.rollout, self._config
         key = jax.random.fold_in(state.rng, draw)
@@ -156,8 +180,15 @@ class Rollouts:
             [prompt.ids for prompt in prompts], max_tokens=rollout.max_tokens, num_samples=group_size,
             batch_size=rollout.batch_size or config.train.micro_batch_size,
         )  # fmt: skip
-        by_row = {piece.row: piece.completion for piece in pieces if piece.completion is not None}
-        completions = [by_row[row] for row in range(len(prompts) * group_size)]
+        by_row, number = dict[int, Completion](), len(prompts) * group_size
+        for piece in pieces:
+            if is_stopping():
+                return None
+            if piece.completion is not None:
+                by_row[piece.row] = piece.completion
+                tell(f"writing completions, {len(by_row):,} of {number:,}")
+        tell("rewarding completions")
+        completions = [by_row[row] for row in range(number)]
         own = self._rewards(prompts, completions) if peers.rank() == 0 else None
         # Functions of the user may draw, or ask others: what they give is that of process 0.
         told = peers.of_first(own)

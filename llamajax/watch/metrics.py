@@ -177,6 +177,11 @@ class MetricsWriter:
         if self._is_main_process:
             self._progress.doing("")
 
+    def tell(self, doing: str) -> None:
+        """Shows what the run is doing in a pause, on a terminal."""
+        if self._is_main_process:
+            self._progress.doing(doing)
+
     def write_eval(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the result of an evaluation after `step`: scalars by name (`loss`, `bits_per_byte`), as `eval/*`."""
         self.flush()

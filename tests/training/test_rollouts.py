@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from llamajax.config.objective import ObjectiveConfig, RolloutConfig
 from llamajax.config.run import Config
 from llamajax.data.rows.prompts import Prompt
 from llamajax.errors import CheckpointError, ConfigError, DataError
-from llamajax.generation.completion import Completion
+from llamajax.generation.completion import Completer, Completion
 from llamajax.training.rollouts import Rewarded, advantages, rows_of
 from tests.test_library import load
 
@@ -109,6 +110,32 @@ def test_a_run_resumes_exactly_amid_a_rollout(folder):
     assert sum(record["train/clipped"] > 0 for record in told(config)) > 0
     rollouts = [json.loads(line) for line in (folder / "unbroken" / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "rollout" for event in rollouts) == 2
+
+
+@pytest.mark.slow
+def test_a_signal_while_completions_are_written_stops_at_once(folder, monkeypatch):
+    """The run saves the steps before, and goes on as if nothing had been."""
+    calls, whole = [], Completer.complete
+
+    def interrupted(self, *arguments, **settings):
+        calls.append(0)
+        for piece in whole(self, *arguments, **settings):
+            if len(calls) == 2:
+                signal.raise_signal(signal.SIGTERM)
+                calls.append(0)
+            calls[-1] += 1
+            yield piece
+
+    monkeypatch.setattr(Completer, "complete", interrupted)
+    config = grpo(folder, "interrupted")
+    result = llamajax.train(config, rewards=share_of_e)
+    assert (result.steps, result.stop_reason) == (1, "stopped")
+    assert calls[-1] < calls[0] / 4
+    monkeypatch.undo()
+    llamajax.train(config, rewards=share_of_e)
+    plain = grpo(folder, "plain")
+    llamajax.train(plain, rewards=share_of_e)
+    assert told(config) == told(plain)
 
 
 @pytest.mark.slow
