@@ -229,7 +229,7 @@ def objective_problems(
         yield f"objective.kind: {kind} needs init_from; name the model that answers are compared with, or use orpo"
     if objective.reference == "base" and not adapters.enabled:
         yield "objective.reference: base needs adapters, below which the weights are frozen; set cached, or add adapters"
-    if model.attend_across_documents:
+    if model.attend_across_documents and not objective.is_on_policy:  # a completion is alone in its row
         yield f"model.attend_across_documents: answers would see each other with objective.kind={kind}; remove it"
     if train.z_loss_weight:
         yield f"train.z_loss_weight: {train.z_loss_weight} has no effect with objective.kind={kind}; remove it"

@@ -288,7 +288,7 @@ def _packed(steps: Mapping[int, tuple[list[Row], dict[str, float]]]) -> bytes:
             arrays["names"] = np.array(list(metrics))
             for name, array in arrays.items():
                 content = io.BytesIO()
-                np.save(content, array, allow_pickle=False)
+                np.save(content, array)
                 archive.writestr(zipfile.ZipInfo(f"{first_row}/{name}"), content.getvalue(), zipfile.ZIP_DEFLATED)
     return file.getvalue()
 
@@ -298,7 +298,7 @@ def _unpacked(saved: bytes) -> dict[int, tuple[list[Row], dict[str, float]]]:
     with contextlib.closing(zipfile.ZipFile(io.BytesIO(saved))) as archive:
         for name in archive.namelist():
             first_row, _, field = name.partition("/")
-            arrays.setdefault(int(first_row), {})[field] = np.load(io.BytesIO(archive.read(name)), allow_pickle=False)
+            arrays.setdefault(int(first_row), {})[field] = np.load(io.BytesIO(archive.read(name)))
     steps = {}
     for first_row, own in arrays.items():
         metrics = dict(zip(own.pop("names").tolist(), own.pop("metrics").tolist(), strict=True))

@@ -86,6 +86,10 @@ def test_completions_need_what_the_model_can_write(changes, message):
     assert "\n" not in str(raised.value)
 
 
+def test_completions_are_alone_in_their_rows():
+    assert GRPO.changed({"model.attend_across_documents": True}).model.attend_across_documents
+
+
 def test_rollouts_are_for_grpo_alone():
     with pytest.raises(ConfigError, match=r"rollout: has no effect with kind=dpo; remove it"):
         ObjectiveConfig(kind="dpo", rollout=RolloutConfig(group_size=4))

@@ -320,6 +320,7 @@ def test_a_template_needs_conversations():
     chat, text = SourceConfig(kind="chat", paths=("a",)), SourceConfig(kind="text", paths=("a",))
     assert DataConfig(sources=(text, chat), seq_len=8, chat_template="t.jinja").chat_template == "t.jinja"
     with pytest.raises(
-        ConfigError, match=r"^chat_template: has no effect without a source of kind=chat or preference; add one, or remove"
+        ConfigError,
+        match=r"^chat_template: has no effect without a source of kind=chat, preference or prompt; add one, or remove",
     ):
         DataConfig(sources=(text,), seq_len=8, chat_template="t.jinja")
