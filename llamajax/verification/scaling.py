@@ -105,8 +105,13 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
     stages = _scaled_stages(config.mesh.stages, scaled["pipeline"])
     per_device = _few(max(1, train.global_batch_size // train.grad_accum_steps // replicas), 2)
     axes: dict[str, Any] = dict(scaled)
+    batch_size = accumulated * per_device * num_parts("micro_batch", scaled)
+    of_rollouts = {}
+    if config.objective.is_on_policy:  # its rows are drawn, in no groups
+        of_rollouts = {"objective.rollout.max_tokens": seq_len // 2, "objective.rollout.group_size": batch_size}
     return config.changed(
         _scaled_model(config, scaled_heads(config.model, configured, scaled), splits, scaled)
+        | of_rollouts
         | {key: "float32" for key, _, field in keys(Config) if DType in (field.type, *typing.get_args(field.type))}
         | {
             "mesh": MeshConfig(**axes, stages=stages, num_cpu_devices=math.prod(scaled.values())),
@@ -122,7 +127,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
             "train.num_steps": NUM_STEPS,
             "train.num_epochs": None,
             "train.grad_accum_steps": accumulated,
-            "train.global_batch_size": accumulated * per_device * num_parts("micro_batch", scaled),
+            "train.global_batch_size": batch_size,
             "optimizer.learning_rate": LEARNING_RATE,
             "optimizer.eps": max(LEAST_EPS, optimizer.eps),
             "optimizer.warmup_steps": min(optimizer.warmup_steps, 2),

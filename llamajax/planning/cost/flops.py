@@ -82,7 +82,7 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     run_each = work.stages * work.layers_per_chunk / (L * work.micro_batches)
     executed = run_each * (work.forward_passes * forward + work.backward_passes * (of_layers - forward))
     heads_run = work.stages * work.heads / work.micro_batches * share_of_head(config, run.mesh)
-    logits_again = 2.0 * table if config.objective.kind != "next_token" else 0.0
+    logits_again = 2.0 * table if config.objective.kind not in ("next_token", "reward") else 0.0
     return ExecutedFlops(
         weights=float(matmul_flops + 2 * passes * num_matmul_params(model)) * tokens,
         recomputed=(2.0 * L * again + logits_again) * tokens,
