@@ -14,9 +14,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from llamajax.config.file import load_config
 from llamajax.config.parallel import AXES
-from llamajax.estimates.formulas import num_params
+from llamajax.estimates.formulas import num_params, trained_weights
 from llamajax.parallel.sharding import spec
-from llamajax.step.batch import FIELDS
+from llamajax.step.batch import fields
+from llamajax.step.frozen import partition
 from llamajax.step.resolve import resolve
 from llamajax.step.state import init_state
 from llamajax.step.step import train_step
@@ -157,10 +158,14 @@ def test_every_config_for_a_cluster_traces_on_its_mesh(path):
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size, config.data.seq_len)
     with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh):  # None: the tests' own mesh has another size
         sharding = jax.NamedSharding(mesh, spec(None, "micro_batch", "seq"))
-        batch = dict.fromkeys(FIELDS, jax.ShapeDtypeStruct(shape, jax.numpy.int32, sharding=sharding))
+        batch = {name: jax.ShapeDtypeStruct(shape, of, sharding=sharding) for name, of in fields(config).items()}
         state = jax.eval_shape(functools.partial(init_state, config))
         state, metrics = jax.eval_shape(functools.partial(train_step, resolve(config, sizes)), state, batch)
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.model)) == num_params(config.model)
+    # Of a quantized base there are codes instead of numbers, so what is trained is counted.
+    trained, frozen = partition(config, state.model)
+    assert sum(leaf.size for leaf in jax.tree.leaves(trained)) == sum(trained_weights(config, config.model).values())
+    if not config.adapters.enabled:
+        assert sum(leaf.size for leaf in jax.tree.leaves((trained, frozen))) == num_params(config.model)
     assert metrics["loss"].shape == ()
 
 
