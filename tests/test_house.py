@@ -139,10 +139,22 @@ def test_every_config_for_this_machine_compiles(path):
     assert "parameters" in outcome.stdout
 
 
+TRACED = {"llama3_1_70b_256xh100": []} | dict.fromkeys(
+    (
+        "gpt_39b_ib_roce_32xa100_80gb", "llama2_7b_1mi_8xa100_80gb", "llama3_1_405b_pipeline_1024xh100",
+        "llama3_1_70b_qlora_8xa100_40gb", "llama3_1_8b_dpo_8xh100", "llama3_1_8b_grpo_8xh100",
+        "llama3_1_8b_lora_1xrtx_4090", "llama3_1_8b_reward_8xh100", "llama3_70b_float8_64xh100",
+        "llama_530b_2240xa100_80gb",
+    ),
+    pytest.mark.slow,
+)  # fmt: skip
+"""Configurations of all forms; `long` traces the others."""
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[] if path.stem == "llama3_1_70b_256xh100" else pytest.mark.slow)
+        pytest.param(path, id=path.stem, marks=TRACED.get(path.stem, pytest.mark.long))
         for path in CONFIGS
         if not load_config(path).mesh.num_cpu_devices
     ],

@@ -256,7 +256,7 @@ sys.exit(runner.failures)
     assert int(python(code, tmp_path).split()[-1]) > 30
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_is_a_report_and_a_picture(gpu_compiler, tmp_path):
     code = """
 import llamajax
@@ -269,7 +269,7 @@ assert "memory" in str(plan) and "&lt;svg" in plan._repr_html_()
     assert python(code, tmp_path) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_verification_shows_every_tensor(tmp_path):
     verification = llamajax.verify(load(tmp_path, "run", mesh={"fsdp": 2, "num_cpu_devices": 2}), devices=2)
     assert verification.equal

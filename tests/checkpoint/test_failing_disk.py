@@ -75,7 +75,7 @@ with Checkpointer(run_dir, config) as checkpointer:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_fault_costs_a_good_step_or_goes_untold(tmp_path):
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler to build the failing disk with")

@@ -9,7 +9,7 @@ import pytest
 from tests.runs import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_toy_is_measured_whole(tmp_path):
     script = str(ROOT / "scripts/bench_preprocess.py")
     command = [sys.executable, script, "--toy", "--kills", "2", "--compare", "--directory", str(tmp_path)]

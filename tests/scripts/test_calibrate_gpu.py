@@ -122,7 +122,7 @@ def test_a_plan_goes_by_the_measured_rates_of_the_own_kernels(tmp_path):
     assert longer["attention_efficiency"] == longer["tokamax_efficiency"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu_compiler")
 def test_small_grids_are_told_as_shares_of_the_rate_of_large_ones(monkeypatch, capsys):
     """On this machine one row takes a quarter longer than planned, and 16 rows as long as planned."""
@@ -174,10 +174,7 @@ def test_runs_on_a_gpu_take_the_kernels_that_plans_take():
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param(changes, id=name, marks=pytest.mark.slow if "32,768" in name else pytest.mark.long)
-        for name, changes in calibrate_gpu.RUNS["gpu"].items()
-    ],
+    [pytest.param(changes, id=name, marks=pytest.mark.long) for name, changes in calibrate_gpu.RUNS["gpu"].items()],
 )
 def test_the_runs_fit_the_smallest_card(changes):
     step = compile_for(resolve_planned(BASE.changed(changes | {"hardware.gpu": "a100-40gb"})))

@@ -93,8 +93,10 @@ FORMS = [
     pytest.param(
         "mixed", "save_attention_qkv", 2, {"parallel.zero_data": 1, "model.matmul_dtype": "float8"}, marks=pytest.mark.long
     ),
-    ("fsdp", "save_attention", 1, {"model.layer_types": ("sliding_attention", "full_attention", "full_attention"),
-                                   "model.sliding_window": 4, "offload.optimizer": 1.0}),
+    pytest.param("fsdp", "save_attention", 1, {
+        "model.layer_types": ("sliding_attention", "full_attention", "full_attention"), "model.sliding_window": 4,
+        "offload.optimizer": 1.0,
+    }, marks=pytest.mark.long),
 ]  # fmt: skip
 
 

@@ -67,9 +67,9 @@ def assert_alike(found: TrainState, expected: TrainState, *, atol: float) -> Non
 
 
 def combinations():
-    """Each value in a slow run, all in `long`."""
+    """Two in slow runs, all in `long`."""
     for number, (mesh, place, steps) in enumerate((m, p, s) for m in MESHES for p in PLACES for s in (1, 2)):
-        marks = pytest.mark.slow if number in (2, 7, 16) else pytest.mark.long
+        marks = pytest.mark.slow if number in (2, 16) else pytest.mark.long
         yield pytest.param(mesh, place, steps, marks=marks, id=f"{mesh}-{place}-{steps}")
 
 

@@ -83,7 +83,7 @@ def reference(kind: str) -> list[dict[str, np.ndarray]]:
         ("base", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2, "parallel.sequence": "ring"}),
         slow("cached", {"fsdp": 4, "sequence": 2}, {"parallel.sequence": "ring", "train.grad_accum_steps": 2}),
         long("orpo", {"data": 2, "tensor": 4}, {"parallel.tensor": "ring", "train.grad_accum_steps": 4}),
-        slow("kto", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"parallel.stack": "prefetch", "train.grad_accum_steps": 2}),
+        long("kto", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"parallel.stack": "prefetch", "train.grad_accum_steps": 2}),
         long("kto-cached", {"fsdp": 8}, {"parallel.stack": "unrolled", "model.remat": "full", "parallel.zero": 2}),
         slow("reward", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2}),
         long("reward", {"fsdp": 2, "sequence": 4}, {"parallel.stack": "prefetch", "parallel.sequence": "ring"}),

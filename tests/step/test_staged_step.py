@@ -128,10 +128,11 @@ def test_gradients_equal_those_of_one_device():
             {"mesh.data": 2, "mesh.sequence": 2},
             {"train.grad_accum_steps": 4, "parallel.sequence": "ring", "parallel.zero_data": 1, "model.qk_norm": True},
         ),
-        (
+        pytest.param(
             (2, 6),
             {"mesh.fsdp": 2},
             {"model.layer_types": ("sliding_attention", "full_attention"), "model.sliding_window": 4},
+            marks=pytest.mark.long,
         ),
         pytest.param(
             *((1, 2), {"mesh.fsdp": 2}, {"train.grad_accum_steps": 1, "train.frozen": ("embedding", "layers.mlp.")}),

@@ -166,7 +166,7 @@ def test_a_run_killed_around_boundaries_ends_like_the_unbroken_one(tmp_path):
 @pytest.mark.parametrize(
     "legs",
     [
-        pytest.param(((2, 8), (6, 4)), marks=pytest.mark.slow, id="8, 4, 8"),
+        pytest.param(((2, 8), (6, 4)), marks=pytest.mark.long, id="8, 4, 8"),
         pytest.param(((2, 8), (4, 4), (6, 2)), marks=pytest.mark.long, id="8, 4, 2, 8"),
     ],
 )
