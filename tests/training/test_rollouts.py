@@ -179,8 +179,9 @@ def test_other_weights_at_the_start_are_refused(folder):
     """The reference is held beside the model: a resumed run needs the same weights again."""
     config = grpo(folder, "moved", **{"train.num_steps": 2})
     llamajax.train(config, rewards=share_of_e)
+    shutil.copytree(folder / "moved", folder / "trained")
     other = grpo(folder, "moved", **{
-        "train.num_steps": 4, "init_from": folder / "learns", "checkpoint.allow_changes": ["train", "init_from"],
+        "train.num_steps": 4, "init_from": folder / "trained", "checkpoint.allow_changes": ["train", "init_from"],
     })  # fmt: skip
     with pytest.raises(CheckpointError, match=r"holds other weights than those that the run in .* started from"):
         llamajax.train(other, rewards=share_of_e)
