@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class Trainer:
     watchdog: Watchdog
     """Watchdog that ends the process when a phase takes too long."""
     on_policy: OnPolicy | None = None
-    """What the run needs to train on completions of its own; None: it trains on the data."""
+    """Reward functions, end tokens and reference of a run on its own completions; None: the run trains on the data."""
 
     def train(self, start: Start) -> tuple[TrainState, bool]:
         """Takes steps, evaluates and saves until the last step or a request to stop.
@@ -207,14 +207,8 @@ class _Progress:
     def _write(self, rollouts: Rollouts) -> bool:
         """Writes the completions of the next steps, and tells the best one of a prompt; returns False if the run stops."""
         self.check(self._writer.flush())
-        try:
-            with self._trainer.watchdog.phase("rollout"), self._writer.pause("writing completions"):
-                found = rollouts.write(self.step, self.state, self._writer.tell, self._trainer.stop.requested)
-        except DataError:
-            if self.step != self._saved_step:
-                self._save()
-            self._trainer.checkpointer.finish(save_again=self._save)
-            raise
+        with self._saving_first(), self._trainer.watchdog.phase("rollout"), self._writer.pause("writing completions"):
+            found = rollouts.write(self.step, self.state, self._writer.tell, self._trainer.stop.requested)
         if found is None:
             return False
         prompt, completion, reward = found
@@ -222,6 +216,17 @@ class _Progress:
         if self.is_due(self._config.metrics.log_every):
             console.log(f"rollout    reward {reward:.3g}, the best completion of one prompt: {_shown(completion.text)}")
         return True
+
+    @contextlib.contextmanager
+    def _saving_first(self) -> Iterator[None]:
+        """Saves the state before an error of a reward function ends the run."""
+        try:
+            yield
+        except DataError:
+            if self.step != self._saved_step:
+                self._save()
+            self._trainer.checkpointer.finish(save_again=self._save)
+            raise
 
     def save_or_compare(self) -> None:
         """Saves the state to the run or to the local disk, or compares replicas, whichever is due after this step."""
@@ -260,7 +265,8 @@ class _Progress:
             num_rows, is_stopping = self._trainer.num_eval_rows, self._trainer.stop.requested
             if isinstance(self._batches, Rollouts):
                 of_stage, tell = self._of_stages[number], self._writer.tell
-                result = self._batches.evaluate(self.state, of_stage, num_rows, tell, is_stopping)
+                with self._saving_first():
+                    result = self._batches.evaluate(self.state, of_stage, num_rows, tell, is_stopping)
             else:
                 result = evaluate(in_rows, self.state.weights, self._of_stages[number], num_rows, is_stopping)
         if result is not None:

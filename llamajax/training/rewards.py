@@ -63,7 +63,7 @@ class Rewards:
         return ", ".join(name if weight == 1 else f"{weight:g} x {name}" for name, weight in weights)
 
     def of(self, scored: Scored) -> Float32[np.ndarray, "N F"]:
-        """Returns what every function gives to every completion; NaN where it says nothing.
+        """Returns the reward of each completion by each function; NaN where the function returns None.
 
         Raises:
             DataError: a function fails, or returns something else.
@@ -71,7 +71,7 @@ class Rewards:
         return np.stack([self._of(function, scored) for function in self.functions], axis=1)
 
     def total(self, of_functions: Float32[np.ndarray, "N F"]) -> Float32[np.ndarray, "N"]:
-        """Returns the weighted sum of the functions' rewards, without those that say nothing."""
+        """Returns the weighted sum of the functions' rewards, without those that return None."""
         weights = np.array(list(self.functions.values()), np.float32)
         return np.nan_to_num(of_functions * weights).sum(axis=1, dtype=np.float32)
 
@@ -91,7 +91,7 @@ class Rewards:
             given = {parameter.name: given[parameter.name] for parameter in parameters if parameter.name in given}
         try:
             found = function(**given)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a function that calls `exit` would end the run without a word
             raise DataError(f"{_place(error, self.source)}: {_name(function)} failed: {_told(error)}; correct it") from error
         if not isinstance(found, Sequence | np.ndarray):
             raise DataError(f"{where}: returned {show(repr(found))}, which is no list; return a list of numbers")
@@ -120,7 +120,7 @@ def load_rewards(path: Path) -> Rewards:
     sys.path.insert(0, str(path.resolve().parent))  # the file may import its neighbours, as a script may
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{_place(error, str(path))}: {_told(error)}; correct the file") from error
     finally:
         sys.path.pop(0)
@@ -158,7 +158,7 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, str)
 
 
-def _place(error: Exception, source: str) -> str:
+def _place(error: BaseException, source: str) -> str:
     """Returns file and line of the user's code where an error occurred."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).resolve() == Path(source).resolve()]
@@ -167,7 +167,7 @@ def _place(error: Exception, source: str) -> str:
     return f"{source}:{own[-1].lineno}" if own else source
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     return show(" ".join([f"{type(error).__name__}:", *str(error).split()]))

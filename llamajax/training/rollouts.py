@@ -38,7 +38,7 @@ _LEAST_DEVIATION = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicy:
-    """What a run needs to write and reward completions, beside its model."""
+    """Reward functions, end tokens and reference weights: all that a rollout needs beside the model that is trained."""
 
     rewards: Rewards
     end_ids: frozenset[int]
@@ -53,7 +53,7 @@ class Rewarded(NamedTuple):
     prompts: Sequence[Prompt]
     completions: Sequence[Completion]
     of_functions: Float32[np.ndarray, "N F"]
-    """What every function gives to every completion; NaN where it says nothing."""
+    """Reward of each completion by each function; NaN where the function returns None."""
     rewards: Float32[np.ndarray, "N"]
     """Their weighted sums."""
 

@@ -345,7 +345,7 @@ def _without_stages(config: Config, state: TrainState) -> tuple[jax.sharding.Mes
 def main(config: Config, *, rewards: str | None = None, dry_run: bool) -> None:
     """Trains and ends the process; `rewards` is a Python file with reward functions."""
     code = exit_code(
-        lambda: run(config, rewards=None if rewards is None else load_rewards(Path(rewards)), dry_run=dry_run),
+        lambda: run(config, rewards=None if rewards is None else load_rewards(Path(rewards).expanduser()), dry_run=dry_run),
         memory_remedy="model.remat: full, more train.grad_accum_steps, or a larger mesh.fsdp or mesh.tensor",
         disk=config.run_dir,
         disk_remedy="check the disk and run the same command again",

@@ -23,7 +23,7 @@ def write(folder, text):
 
 
 def test_functions_are_called_as_trl_calls_them(tmp_path):
-    """By name, with all completions at once, and with the fields of the records as lists."""
+    """A call passes lists by name: all completions at once, and the fields of their records."""
     (tmp_path / "beside.py").write_text("LIMIT = 3\n")
     path = write(
         tmp_path,
@@ -74,6 +74,7 @@ def test_functions_of_a_program_need_no_file():
             "def f(): pass\n",
             r"rewards\.py: REWARDS must be functions, not None; end the file with REWARDS",
         ),
+        ("import sys\nsys.exit()\n", r"rewards\.py:2: SystemExit: *; correct the file"),
         ("REWARDS = []\n", r"rewards\.py: REWARDS must be functions, not \[\];"),
         ("REWARDS = ['f']\n", r"rewards\.py: REWARDS must be functions, not \['f'\];"),
         ("def f(): pass\nREWARDS = {f: 'much'}\n", r"rewards\.py: the weight 'much' in REWARDS is no number;"),
@@ -101,6 +102,7 @@ def test_a_missing_file_is_told(tmp_path):
             "def f(completions):\n    return [1 / 0]\n",
             r"rewards\.py:2: f failed: ZeroDivisionError: division by zero; correct it",
         ),
+        ("def f(completions):\n    exit(3)\n", r"rewards\.py:2: f failed: SystemExit: 3; correct it"),
         ("def f(completions): return [1]\n", r"rewards\.py: f: returned 1 rewards for 2 completions; return one for each"),
         ("def f(completions): return ['a', 'b']\n", r"rewards\.py: f: returned 'a', which is no finite number"),
         ("def f(completions): return [0, float('nan')]\n", r"rewards\.py: f: returned nan, which is no finite number"),

@@ -21,7 +21,7 @@ GROUP = 8
 
 
 def share_of_e(completions: list[str]) -> list[float]:
-    """What the toy task rewards."""
+    """The toy task rewards the share of one letter in a completion."""
     return [text.count("e") / max(1, len(text)) for text in completions]
 
 
@@ -50,7 +50,7 @@ def records(config: Config) -> list[dict[str, float]]:
 
 
 def told(config: Config) -> list[dict[str, float]]:
-    """What the run computed, without its times."""
+    """Metrics of the run without times."""
     return [{name: x for name, x in record.items() if name.startswith(("train/", "eval/"))} for record in records(config)]
 
 
@@ -156,6 +156,18 @@ def test_a_function_that_fails_loses_nothing(folder, capsys):
     llamajax.train(config, rewards=fails_once)
     assert "resuming at step 3" in capsys.readouterr().out
     assert [record["step"] for record in records(config)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_in_an_evaluation_loses_nothing(folder):
+    def fails_on_held_out(completions: list[str]) -> list[float]:
+        assert len(completions) == 32, "held out"
+        return share_of_e(completions)
+
+    config = grpo(folder, "held_out", **{"train.eval_every": 1, "train.eval_batches": 1})
+    with pytest.raises(DataError, match=r"fails_on_held_out failed: AssertionError: held out"):
+        llamajax.train(config, rewards=fails_on_held_out)
+    assert (folder / "held_out" / "checkpoints" / "1").exists()
 
 
 @pytest.mark.slow
