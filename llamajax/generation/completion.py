@@ -217,6 +217,7 @@ class Completer:
         stop: Sequence[str] = (),
         num_samples: int = 1,
         batch_size: int = 1,
+        apart: bool = False,
     ) -> Iterator[Piece]:
         """Continues every prompt; batches come in order, the rows of a batch interleaved.
 
@@ -226,15 +227,22 @@ class Completer:
             stop: texts that end a continuation and are not returned.
             num_samples: continuations per prompt.
             batch_size: rows generated at once; rounded up to a multiple of the devices that share a batch.
+            apart: equal prompts have draws of their own, in order; otherwise they draw alike.
 
         Raises:
             DataError: a prompt leaves no room in `max_seq_len`, or has tokens that the model lacks.
         """
         check_prompts(prompts, self._max_seq_len, self._model.config.vocab_size)
+        times = dict[tuple[int, ...], int]()
+        first = [0] * len(prompts)
+        if apart:
+            for p, prompt in enumerate(map(tuple, prompts)):
+                first[p] = times.get(prompt, 0)
+                times[prompt] = first[p] + num_samples
         rows = [
             _Row(
                 number=p * num_samples + sample,
-                sample=sample,
+                sample=first[p] + sample,
                 prompt=prompt,
                 limit=min(max_tokens, self._max_seq_len - len(prompt)),
                 stream=TextStream(self._tokenizer, prompt, stop),

@@ -178,7 +178,7 @@ class Rollouts:
             )  # fmt: skip
         pieces = self._completer.with_model(model, key).complete(
             [prompt.ids for prompt in prompts], max_tokens=rollout.max_tokens, num_samples=group_size,
-            batch_size=rollout.batch_size or config.train.micro_batch_size,
+            batch_size=rollout.batch_size or config.train.micro_batch_size, apart=True,
         )  # fmt: skip
         by_row, number = dict[int, Completion](), len(prompts) * group_size
         for piece in pieces:

@@ -159,6 +159,21 @@ def test_a_function_that_fails_loses_nothing(folder, capsys):
 
 
 @pytest.mark.slow
+def test_equal_prompts_of_a_rollout_draw_apart(folder):
+    """A data set of one prompt has as many different completions as a step has rows."""
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "9 bottles of"}) + "\n")
+    seen = []
+
+    def remember(completion_ids: list[list[int]]) -> list[float]:
+        seen.append({tuple(ids) for ids in completion_ids})
+        return [float(len(ids)) for ids in completion_ids]
+
+    one = {"data.sources": [{"kind": "prompt", "paths": [folder / "one.jsonl"]}], "data.held_out_fraction": 0.0}
+    llamajax.train(grpo(folder, "one_prompt", **one, **{"train.num_steps": 1}), rewards=remember)
+    assert len(seen[0]) == 32
+
+
+@pytest.mark.slow
 def test_a_function_that_fails_in_an_evaluation_loses_nothing(folder):
     def fails_on_held_out(completions: list[str]) -> list[float]:
         assert len(completions) == 32, "held out"
