@@ -69,6 +69,7 @@ def imports(path: pathlib.Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("llamajax", "converters")}
 
 
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 FILES = sorted(path for package in ("llamajax", "converters") for path in (ROOT / package).rglob("*.py"))
 IMPORTS = {module_name(path): imports(path) for path in FILES}
 
@@ -220,7 +221,7 @@ def test_tests_mirror_the_package():
 
 def test_files_can_be_read_in_one_go():
     """Budgets in lines; files that outgrow theirs want a second part, not a larger budget."""
-    lengths = {path: len(path.read_text().splitlines()) for path in [*FILES, *(ROOT / "tests").rglob("*.py")]}
+    lengths = {path: len(path.read_text().splitlines()) for path in [*FILES, *SCRIPTS, *(ROOT / "tests").rglob("*.py")]}
     assert not [path for path, length in lengths.items() if length > 500]
     assert not [path for path, length in lengths.items() if path.parent == ROOT / "llamajax" / "config" and length > 300]
     converters = ["converters/hf.py", "converters/tokenizer.py", "converters/megatron.py"]
