@@ -7,15 +7,18 @@
 
 A function takes any of `prompts`, `completions`, `completion_ids` and the fields of the records, by name, as lists with an
 entry per completion; it returns as many numbers, or None for a completion that it says nothing about. A prompt of messages
-and its completion are lists of messages, other ones are texts.
+and its completion are lists of messages, other ones are texts. A function may be `async`. The lists are its own to change.
 """
 
+import asyncio
+import copy
 import importlib.util
 import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +28,7 @@ from jaxtyping import Float32
 
 from llamajax.errors import ConfigError, DataError, UserError, show
 
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 """A function of the user; see the module."""
 _REMEDY = "end the file with REWARDS = [FUNCTION], or {FUNCTION: WEIGHT}"
 
@@ -76,6 +79,7 @@ class Rewards:
         return np.nan_to_num(of_functions * weights).sum(axis=1, dtype=np.float32)
 
     def _of(self, function: RewardFunction, scored: Scored) -> Float32[np.ndarray, "N"]:
+        wanted, scored = len(scored.completions), copy.deepcopy(scored)
         given: dict[str, list[Any]] = {name: values for name, values in scored._asdict().items() if name != "records"}
         for column in dict.fromkeys(key for record in scored.records for key in record):
             given.setdefault(column, [record.get(column) for record in scored.records])
@@ -91,11 +95,12 @@ class Rewards:
             given = {parameter.name: given[parameter.name] for parameter in parameters if parameter.name in given}
         try:
             found = function(**given)
+            found = _awaited(found) if inspect.isawaitable(found) else found
         except (Exception, SystemExit) as error:  # a function that calls `exit` would end the run without a word
             raise DataError(f"{_place(error, self.source)}: {_name(function)} failed: {_told(error)}; correct it") from error
         if not isinstance(found, Sequence | np.ndarray):
             raise DataError(f"{where}: returned {show(repr(found))}, which is no list; return a list of numbers")
-        if len(found) != (wanted := len(scored.completions)):
+        if len(found) != wanted:
             raise DataError(f"{where}: returned {len(found)} rewards for {wanted} completions; return one for each")
         for value in found:
             if value is not None and not (_is_number(value) and math.isfinite(value)):
@@ -144,6 +149,16 @@ def rewards_of(given: Any, source: str = "rewards") -> Rewards:
     if double := next((name for name in rewards.names if rewards.names.count(name) > 1), None):
         raise ConfigError(f"{source}: two functions in REWARDS are called {double}; rename one")
     return rewards
+
+
+def _awaited(result: Awaitable[Any]) -> Any:
+    """Returns the result of an `async` function, in a thread of its own: in a notebook, this one has a running loop."""
+
+    async def wait() -> Any:
+        return await result
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, wait()).result()
 
 
 def _name(function: RewardFunction) -> str:

@@ -1,5 +1,6 @@
 """Reward functions from a user's file: how they are called, what they may return, and one line for every mistake."""
 
+import asyncio
 import re
 
 import numpy as np
@@ -54,6 +55,40 @@ REWARDS = {correct: 1.0, short: 0.25, easy: 2}
     of_functions = rewards.of(SCORED)
     np.testing.assert_array_equal(of_functions, [[1, 1, 0.5], [0, 0, np.nan]])
     np.testing.assert_array_equal(rewards.total(of_functions), [2.25, 0])
+
+
+def test_functions_may_wait_even_where_a_loop_runs():
+    async def judged(completions: list) -> list[float]:
+        await asyncio.sleep(0)
+        return [0.5] * len(completions)
+
+    async def in_a_notebook() -> np.ndarray:
+        return rewards_of(judged).of(SCORED)
+
+    np.testing.assert_array_equal(asyncio.run(in_a_notebook()), [[0.5], [0.5]])
+
+
+def test_functions_that_fail_while_they_wait_are_told(tmp_path):
+    path = write(tmp_path, "async def f(completions):\n    return [1 / 0]\nREWARDS = [f]\n")
+    with pytest.raises(DataError, match=r"rewards\.py:2: f failed: ZeroDivisionError: division by zero; correct it"):
+        load_rewards(path).of(SCORED)
+
+
+def test_what_a_function_changes_is_its_own():
+    """Neither the next function nor the step sees it."""
+
+    def clears(completions: list, completion_ids: list[list[int]]) -> list[int]:
+        values = [len(ids) for ids in completion_ids]
+        completion_ids[0].clear()
+        completions.clear()
+        return values
+
+    def counts(completions: list, completion_ids: list[list[int]]) -> list[int]:
+        return [len(ids) for ids in completion_ids]
+
+    of_functions = rewards_of([clears, counts]).of(SCORED)
+    np.testing.assert_array_equal(of_functions[:, 0], of_functions[:, 1])
+    assert all(SCORED.completion_ids)
 
 
 def test_functions_of_a_program_need_no_file():
