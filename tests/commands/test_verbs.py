@@ -10,7 +10,7 @@ import pytest
 import llamajax
 from llamajax import __main__
 from llamajax.commands import verbs
-from scripts import reference
+from scripts.manual import commands as manual
 from tests.runs import ROOT
 
 
@@ -40,7 +40,7 @@ def test_each_command_is_a_verb_and_has_a_reference():
         "converters.tokenizer",
         "converters.megatron",
     }
-    assert modules == {f"llamajax.{name}" for name in reference.COMMANDS} | set(reference.PARSERS)
+    assert modules == {f"llamajax.{name}" for name in manual.COMMANDS} | set(manual.PARSERS)
     assert all(verb.example.startswith(f"python -m {verb.module} ") for verb in verbs.verbs().values())
 
 
