@@ -1,17 +1,21 @@
 """The page in a real browser: a talk, its end, a new one, a token, and what a model writes that looks like a page itself."""
 
 import json
+import os
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llamajax.generation.completion import TextStream
+from tests.conftest import processes_of
 from tests.runs import free_address
 from tests.serving.served import Running, make_served
 
@@ -34,8 +38,12 @@ class Browser:
 
     def __init__(self, address: str, folder: str) -> None:
         self._address = f"http://{address}"
-        self._process = subprocess.Popen(["chromedriver", f"--port={address.rpartition(':')[2]}"], stdout=subprocess.DEVNULL)
-        options = {"args": [*_FLAGS, f"--user-data-dir={folder}"], "binary": shutil.which("chromium")}
+        self._folder = Path(folder)
+        command = ["chromedriver", f"--port={address.rpartition(':')[2]}"]
+        # Chromium leaves a directory for its lock where temporary files are.
+        environment = os.environ | {"TMPDIR": folder}
+        self._process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        options = {"args": [*_FLAGS, f"--user-data-dir={folder}/profile"], "binary": shutil.which("chromium")}
         capabilities = {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}
         for _ in range(100):
             try:
@@ -77,6 +85,10 @@ class Browser:
         finally:
             self._process.kill()
             self._process.wait()
+        deadline = time.monotonic() + 10
+        while processes := processes_of(self._folder):
+            assert time.monotonic() < deadline, f"the browser left running: {processes}"
+            time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +97,11 @@ def served(tmp_path_factory):
 
 
 @pytest.fixture
-def browser(tmp_path) -> Iterator[Browser]:
-    browser = Browser(free_address(), str(tmp_path))
-    yield browser
-    browser.close()
+def browser() -> Iterator[Browser]:
+    with tempfile.TemporaryDirectory() as folder:
+        browser = Browser(free_address(), folder)
+        yield browser
+        browser.close()
 
 
 STATE, TALK, SEND = (f"document.getElementById('{name}').textContent" for name in ("state", "talk", "send"))
