@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.layer_weights import MATRICES, Matrix
 from llamajax.config.parallel import axes_of, num_parts, product
 from llamajax.config.rules import Bound, PositiveFloat, PositiveFloatOrUnset, PositiveInt, PositiveIntOrUnset, Section
@@ -118,6 +119,8 @@ class ModelConfig(Section):
     """Add learned biases to gate, input and output of the MLP, as Llamas with `mlp_bias` have."""
     qk_norm: bool = False
     """Apply RMSNorm to every head's queries and keys before the rotary positions (Qwen3)."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Experts in place of each layer's MLP."""
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
     head: Head = "vocabulary"
@@ -216,6 +219,7 @@ class ModelConfig(Section):
                 f"model.num_kv_heads: {self.num_kv_heads} must be divisible by {over},"
                 f" or divide it where it divides num_heads={self.num_heads}"
             )
+        problems += self.experts.undivided(axes)
         rows = {"num_kv_heads": self.num_kv_heads, "vocab_size": self.vocab_size, "head": self.head_rows}
         whole = [name for name, dim in _SPLIT_OR_WHOLE.items() if rows[name] % num_parts(dim, axes)]
         columns = num_parts("embed_tensor", axes)

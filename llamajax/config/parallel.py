@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from llamajax.config.rules import Bound, NonNegativeInt, PositiveInt, PositiveIntOrUnset, Section
+from llamajax.config.rules import Bound, NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveIntOrUnset, Section
 from llamajax.errors import ConfigError
 
 TensorForm = Literal["auto", "collective", "ring"]
@@ -19,6 +19,9 @@ HeadForm = Literal["auto", "shared", "last"]
 ZeroStage = Annotated[int, Bound(lambda value: value in (1, 2, 3), "must be 1, 2 or 3")]
 ZeroStageOrNone = Annotated[int, Bound(lambda value: value in (0, 1), "must be 0 or 1")]
 AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be positive, or -1 for the rest")]
+_STATE = ("embed", "embed_tensor", "expert_shards")
+"""Dims of the state that axes with different tokens split."""
+_OF_TENSOR = ("kv_heads", "mlp", "vocab", "residual_seq", "embed_tensor", "experts", "expert_shards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +35,16 @@ class MeshConfig(Section):
     """Stages of a pipeline. Each holds some of the layers, and all of them work at once, on different micro-batches."""
     data: AxisSize = field(default=1, metadata={"splits": ("batch", "micro_batch")})
     """Data-parallel replicas. Each holds the whole (sharded) state, unless `parallel.zero_data` splits that too."""
-    fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "micro_batch", "embed", "embed_tensor")})
+    fsdp: AxisSize = field(default=-1, metadata={"splits": ("batch", "micro_batch", *_STATE, "expert_embed")})
     """Shards of parameters, gradients and optimizer state (ZeRO). The axis also splits the batch."""
-    sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq", "embed", "embed_tensor")})
+    expert: AxisSize = field(default=1, metadata={"splits": ("batch", "micro_batch", *_STATE, "experts")})
+    """Shards of the experts of `model.experts` (expert parallelism). The devices of this axis have different tokens, which
+    travel to the experts that they chose and back; so they shard all other parts of the state as `fsdp` does."""
+    sequence: AxisSize = field(default=1, metadata={"splits": ("seq", "residual_seq", *_STATE, "expert_embed")})
     """Shards of the sequence (context parallelism). The devices of this axis have different tokens, so they shard the state
     as well."""
-    tensor: AxisSize = field(default=1, metadata={"splits": ("kv_heads", "mlp", "vocab", "residual_seq", "embed_tensor")})
-    """Shards of heads, MLP and vocabulary (tensor parallelism). Between these the axis also splits tokens, where it divides
+    tensor: AxisSize = field(default=1, metadata={"splits": _OF_TENSOR})
+    """Shards of heads, MLP, vocabulary and experts (tensor parallelism). Between these the axis also splits tokens, where it divides
     a row's part (sequence parallelism). Key/value heads may be fewer than the axis, if they divide it; a vocabulary may have
     any size."""
     stages: tuple[int, ...] = ()
@@ -92,7 +98,9 @@ def axes_of(dim: str) -> tuple[str, ...]:
     if dim not in _DIMS:
         guess = "".join(f"; did you mean {name!r}?" for name in difflib.get_close_matches(dim, _DIMS, n=1))
         raise ValueError(f"unknown logical axis {dim!r}{guess} (known: {', '.join(_DIMS)})")
-    return tuple(axis for axis, dims in _SPLITS.items() if dim in dims)
+    axes = tuple(axis for axis, dims in _SPLITS.items() if dim in dims)
+    # Gathered over the other axes, the experts of a device are consecutive.
+    return tuple(sorted(axes, key=lambda axis: axis not in axes_of("experts"))) if dim == "expert_shards" else axes
 
 
 def num_parts(dim: str, sizes: Mapping[str, int]) -> int:
@@ -138,6 +146,10 @@ class ParallelConfig(Section):
     tensor: TensorForm = "auto"
     """How tokens reach the matmuls that `mesh.tensor` splits, and how their sums return. `collective` gathers before and
     scatters after. `ring` passes tokens and sums from device to device while devices multiply."""
+
+    expert_slots: NonNegativeFloat = 1.25
+    """Tokens that a device can send to each device of its experts at once, over the balanced number. Further tokens follow in
+    further rounds, so none is lost, but all devices wait for these. 0: as many as could ever go to one device."""
 
     pipeline: PipelineForm = "auto"
     """Order in which the stages of `mesh.pipeline` work. `1f1b`, which `auto` resolves to: each stage has consecutive

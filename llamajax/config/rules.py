@@ -24,6 +24,7 @@ PositiveIntOrUnset = Annotated[int | None, Bound(lambda value: value > 0, "must 
 PositiveFloatOrUnset = Annotated[float | None, Bound(lambda value: value > 0, "must be positive or unset")]
 NonNegativeInt = Annotated[int, Bound(lambda value: value >= 0, "must not be negative")]
 NonNegativeFloat = Annotated[float, Bound(lambda value: value >= 0, "must not be negative")]
+NonNegativeFloatOrUnset = Annotated[float | None, Bound(lambda value: value >= 0, "must not be negative, or unset")]
 AboveOne = Annotated[int, Bound(lambda value: value > 1, "must be above 1")]
 Share = Annotated[float, Bound(lambda value: 0 <= value <= 1, "must be between 0 and 1")]
 PositiveShare = Annotated[float, Bound(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]

@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from llamajax.config.experts import BIAS
 from llamajax.config.batch_ramp import BatchPhase, BatchRampConfig, batch_phases
 from llamajax.config.model import DType
 from llamajax.config.rules import (
@@ -158,7 +159,7 @@ class TrainConfig(Section):
 
     def is_frozen(self, name: str) -> bool:
         """Whether the parameter of this name is not trained."""
-        return any(part in name for part in self.frozen)
+        return name == BIAS or any(part in name for part in self.frozen)
 
     @property
     def micro_batch_size(self) -> int:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 
 from llamajax.config.adapters import AdaptersConfig, Projection
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import TensorForm
+from llamajax.config.parallel import PLAIN, ParallelConfig
 from llamajax.kernels.swiglu import gated, gated_and_gradient
 from llamajax.model.adapters import Adapter, Seeds, with_columns, with_rows
 from llamajax.parallel.matmul import Made, gathered_matmul, scattered_matmul
@@ -117,7 +117,7 @@ class MLP(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        tensor: TensorForm = "collective",
+        parallel: ParallelConfig = PLAIN,
         *,
         gates_in_stack: bool = False,
         is_saved: bool = True,
@@ -127,13 +127,13 @@ class MLP(nnx.Module):
 
         Args:
             x: normed residual stream.
-            tensor: form of matmuls that devices share.
+            parallel: the forms in which devices share the work.
             gates_in_stack: whether the backward pass reads `gate_up` from a stack of all layers. XLA's own kernels read it
                 there; another kernel needs a copy.
             is_saved: whether gates and inputs have the checkpoint name `gate_up`.
             seeds: see `Seeds`.
         """
-        residual, w_down = jax.typeof(x).sharding.spec, self.w_down[...]
+        residual, w_down, tensor = jax.typeof(x).sharding.spec, self.w_down[...], parallel.tensor
         with jax.named_scope("gate_up"):
             w_gate_up = self.w_gate_up[...]
             gate_up = gathered_matmul(x, w_gate_up, tensor, frozen=self.w_gate_up.frozen)

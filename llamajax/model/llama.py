@@ -20,6 +20,7 @@ from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
 from llamajax.model.adapters import Adapter, Seeds, attach, detach, seeds_like
 from llamajax.model.attention import Attention, KeyValue, Rows
+from llamajax.model.experts import Experts
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
 from llamajax.model.rope import RopeTable, positions_from_segment_ids, rope_tables
@@ -79,7 +80,7 @@ class Layer(nnx.Module):
         self.attention_norm = RMSNorm(config.embed_dim, config)
         self.attention = Attention(config, attention_key)
         self.mlp_norm = RMSNorm(config.embed_dim, config)
-        self.mlp = MLP(config, mlp_key)
+        self.mlp = Experts(config, mlp_key) if config.experts.enabled else MLP(config, mlp_key)
 
     def __call__(
         self,
@@ -101,7 +102,7 @@ class Layer(nnx.Module):
         """Weight in the loss of each value of `Auxiliary` that its parts return, by name."""
         return self.mlp.auxiliary
 
-    def by_parts(self) -> tuple[tuple[RMSNorm, Attention], tuple[RMSNorm, MLP]]:
+    def by_parts(self) -> tuple[tuple[RMSNorm, Attention], tuple[RMSNorm, MLP | Experts]]:
         """Returns the weights of `_attention_part` and of `_mlp_part`."""
         return (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
 
@@ -130,7 +131,7 @@ def _attention_part(
 
 
 def _mlp_part(
-    weights: tuple[RMSNorm, MLP],
+    weights: tuple[RMSNorm, MLP | Experts],
     x: Activations,
     parallel: ParallelConfig,
     seeds: Seeds | None,
@@ -142,7 +143,7 @@ def _mlp_part(
 
     def run(tokens: tuple[jax.Array, Seeds | None], is_saved: bool) -> tuple[jax.Array, Auxiliary]:
         residual, seeds = tokens
-        return mlp(norm(residual), parallel.tensor, gates_in_stack=gates_in_stack, is_saved=is_saved, seeds=seeds)
+        return mlp(norm(residual), parallel, gates_in_stack=gates_in_stack, is_saved=is_saved, seeds=seeds)
 
     with jax.named_scope("mlp"):
         return x.plus(*by_share(run, (x.residual, seeds_like(x.residual, seeds)), saved_share))
@@ -178,7 +179,7 @@ def stack_forms(
     def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
         return _attention_part(weights, x, rows, parallel, saved_share=share)[0]
 
-    def transform(weights: tuple[RMSNorm, MLP], x: Activations, rows: Rows) -> Activations:
+    def transform(weights: tuple[RMSNorm, MLP | Experts], x: Activations, rows: Rows) -> Activations:
         return _mlp_part(weights, x, parallel, rows.seeds, gates_in_stack=gates_in_stack, saved_share=share)
 
     return {

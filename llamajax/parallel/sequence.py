@@ -49,6 +49,13 @@ def _order(form: SequenceForm) -> np.ndarray | None:
     return np.stack([np.arange(num_devices), 2 * num_devices - 1 - np.arange(num_devices)], axis=1).reshape(-1)
 
 
+def token_order(length: int, form: SequenceForm) -> np.ndarray:
+    """Returns, for each place of a row in its own order, the token's place in the order of `form`."""
+    if (order := _order(form)) is None:
+        return np.arange(length)
+    return np.argsort(np.arange(length).reshape(len(order), -1)[order].reshape(-1))
+
+
 def zigzag_indices(device: int | Int32[Array, ""], length: int) -> Int32[Array, "length"]:
     """On one device, within `shard_map`: returns the indices in the row of the tokens of device `device`, in zigzag
     order."""

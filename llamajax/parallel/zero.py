@@ -85,7 +85,7 @@ def gathered(tree: Tree, dtype: DTypeLike, copies: Tree | None = None) -> Tree:
     declare.
 
     In this order the collective carries the narrow copy, and its transpose reduces gradients in the narrow dtype too. A copy
-    is marked as reduced over the axes that split the tokens, so that its gradient is summed over all of them at the end:
+    is marked as reduced over the axes that split the tokens and not the copy, so that its gradient is summed over all of them at the end:
     scattered over the axes it is stored on, then added up over the others, which therefore carry only a device's own part.
     Arrays that are already gathered stay unchanged.
 
@@ -131,8 +131,9 @@ def _laid_out(param: nnx.Param, dtype: DTypeLike, own: jax.Array) -> jax.Array:
     own = _arranged(param, own, own.dtype if isinstance(param[...], Float8) else dtype)
     stacked = _partitions(own)[: _num_stacked(param)]
     summed = token_axes() - axes_in(stacked)
+    compute = spec(*param.compute)
     own_part = jax.reshard(own, P(*_partitions(own), reduced=summed - axes_in(_partitions(own))))
-    return jax.reshard(own_part, P(*stacked, *spec(*param.compute), reduced=summed))
+    return jax.reshard(own_part, P(*stacked, *compute, reduced=summed - axes_in(compute)))
 
 
 def _laid_out_frozen(param: nnx.Param, own: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from llamajax.parallel.host_memory import added, cast, is_on_host, total
 from llamajax.parallel.stages import num_stages
 from llamajax.parallel.zero import PreparedWeights, as_frozen, no_gradient, whole_over_data
 from llamajax.step import host_state, pipeline, policy, preferences
+from llamajax.step.balance import Statistics, balanced, expert_metrics, with_statistics, without_statistics
 from llamajax.step.batch import IGNORE, Batch, token_seeds
 from llamajax.step.frozen import combine, partition
 from llamajax.step.loss import LossSums, loss_fn
@@ -82,6 +83,7 @@ class Prepared(NamedTuple):
 def begin(config: Config, model: Llama) -> Prepared:
     """Prepares the weights of a step."""
     trained, frozen = partition(config, model)
+    trained = with_statistics(trained)
     own, fixed = prepare(config, trained), as_frozen(prepare(config, frozen))
     own_copies = copies(config, combine(own, fixed))
     # Of float32 weights, so that gradients are not rounded where they need not travel.
@@ -102,10 +104,12 @@ def end(prepared: Prepared, grads: Llama, summed: pipeline.Sums) -> tuple[dict[s
     """Returns the results of `summed_gradients` from the summed gradients of the prepared weights and the summed losses."""
     sums, auxiliary = summed
     (grads,) = prepared.pull_back(jax.tree.map(lambda grad, weight: cast(grad, weight.dtype), grads, prepared.wide))
+    grads, statistics = without_statistics(grads)
     grads = jax.tree.map(_laid_out_as_stored, grads)
     # NaN where there is nothing to take the mean of.
     means = {name: total / sums.num_counted for name, total in ({"loss": sums.cross_entropy} | auxiliary).items()}
-    return means | {"tokens": sums.num_counted}, grads
+    of_experts = {} if statistics is None else {"expert_statistics": statistics}
+    return means | of_experts | {"tokens": sums.num_counted}, grads
 
 
 def _accumulate(
@@ -158,8 +162,10 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
         batch |= {"seeds": token_seeds(run.config.seed, state.step, batch["tokens"])}
     metrics, sums = summed_gradients(run, state.weights, batch)
     count = jnp.maximum(metrics["tokens"], 1)
-    state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], divisor=count)
-    return state, told(run.config.objective, metrics) | update_metrics
+    statistics = metrics.pop("expert_statistics", None)
+    state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], count, statistics)
+    of_experts = {} if statistics is None else expert_metrics(statistics, run.config.model.experts)
+    return state, told(run.config.objective, metrics) | of_experts | update_metrics
 
 
 def told(objective: ObjectiveConfig, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -175,10 +181,15 @@ def told(objective: ObjectiveConfig, metrics: dict[str, jax.Array]) -> dict[str,
 
 @jax.named_scope("update")
 def apply_gradients(
-    config: Config, state: TrainState, grads: Any, tokens: jax.Array, divisor: jax.Array | int = 1
+    config: Config,
+    state: TrainState,
+    grads: Any,
+    tokens: jax.Array,
+    divisor: jax.Array | int = 1,
+    statistics: Statistics | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Clips and applies gradients, once they are divided by `divisor`. Gradients that are not finite, or that come from no
-    tokens, are counted and leave weights and optimizer state unchanged."""
+    tokens, are counted and leave weights and optimizer state unchanged. `statistics` move the experts' biases."""
     trained, frozen = partition(config, state.model)
     chex.assert_trees_all_equal_shapes(grads, trained)
     is_away = host_state.is_away(trained, state.opt_state)
@@ -209,7 +220,7 @@ def apply_gradients(
     rate = learning_rate(config.optimizer, config.train.num_steps)(state.step - state.skipped_steps)
     state = TrainState(
         step=state.step + 1,
-        model=combine(model, frozen),
+        model=balanced(combine(model, frozen), statistics, applied),
         opt_state=opt_state,
         rng=state.rng,
         skipped_steps=state.skipped_steps + ~applied,

@@ -138,7 +138,7 @@ class MetricsWriter:
         if self._held is None:
             return None
         held, self._held = self._held, None
-        fetched = {f"train/{name}": np.asarray(value).item() for name, value in jax.device_get(held.values).items()}
+        fetched = {f"train/{name}": np.asarray(value).tolist() for name, value in jax.device_get(held.values).items()}
         self._free = time.perf_counter()
         now = held.arrived or self._free
         perf = self._perf(held.step, now - self._clock, self._waited_s) | self._of_hosts
@@ -185,7 +185,7 @@ class MetricsWriter:
     def write_eval(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the result of an evaluation after `step`: scalars by name (`loss`, `bits_per_byte`), as `eval/*`."""
         self.flush()
-        fetched = {f"eval/{name}": np.asarray(value).item() for name, value in jax.device_get(values).items()}
+        fetched = {f"eval/{name}": np.asarray(value).tolist() for name, value in jax.device_get(values).items()}
         if self._is_main_process:
             record = {"step": step, "time": round(time.time(), 3), **fetched}
             self._write(record)

@@ -1,0 +1,371 @@
+"""Experts in place of a layer's MLP (arXiv:1701.06538, 2101.03961): every token is processed by the few that it chooses.
+
+Devices along `PEERS` hold different experts, and each has tokens of its own, so tokens travel: a device packs its tokens into
+blocks, sends each peer its block, multiplies the tokens that came by its experts' matrices, and sends the results back. With
+`latent_dim` (BigMac, arXiv:2502.16927) tokens are narrowed before they travel and widened when they are back.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from llamajax.config.experts import ExpertsConfig
+from llamajax.config.model import ModelConfig
+from llamajax.config.parallel import AXES, ParallelConfig, axes_of, num_parts
+from llamajax.kernels.grouped import experts_on_rows, grouped_form
+from llamajax.model.adapters import Seeds
+from llamajax.model.layers import MLP, Auxiliary, normal, output_first, residual_std
+from llamajax.model.router import Choices, choose, kept_choices
+from llamajax.parallel import dispatch
+from llamajax.parallel.dispatch import PEERS, Block, Route
+from llamajax.parallel.matmul import tokenwise_matmul
+from llamajax.parallel.sharding import as_tuple, axes_in
+from llamajax.parallel.stages import STAGE, is_staged
+from llamajax.parallel.tensor import shared_axes
+from llamajax.parallel.zero import weight
+
+STATISTICS = ("load", "dropped", "late", "score")
+"""Sums over tokens for each expert: choices, those that were dropped, those that took a further round, and scores."""
+_ALL = P(AXES)
+"""Spec of arrays that have a part for every device."""
+
+
+class Experts(nnx.Module):
+    """The experts of a layer, their router, and the expert that all tokens share."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        own, D, dtype = config.experts, config.embed_dim, config.param_dtype
+        E, F, I = own.num_experts, own.mlp_dim or config.mlp_dim, own.latent_dim or D
+        router_key, in_key, down_key, descend_key, ascend_key, shared_key, gate_key = jax.random.split(key, 7)
+        std, residual = config.init_std, residual_std(config)
+        self.config = own
+        table = partial(weight, dtype=dtype, stored=("embed", None), compute=(None, None))
+        self.router = table((D, E), init=normal(router_key, std), arrange=_as_stored)
+        bias = partial(weight, (E,), jnp.float32, stored=(None,), compute=None, init=jnp.zeros)
+        self.bias = bias() if own.bias_update_rate is not None else None
+        stored, compute = _stored(E), ("experts", None, None)
+        shape, init = (E, I, own.num_gates, F), normal(in_key, std)
+        self.w_gate_up = weight(shape, dtype, stored=(*stored, None, None), compute=(*compute, None), init=init)
+        init = normal(down_key, std if own.latent_dim else residual)
+        self.w_down = weight((E, F, I), dtype, stored=(*stored, None), compute=compute, init=init)
+        self.descend = table((D, I), init=normal(descend_key, std)) if own.latent_dim else None
+        self.ascend = table((D, I), init=output_first(normal(ascend_key, residual))) if own.latent_dim else None
+        shared = dataclasses.replace(config, mlp_dim=own.shared_mlp_dim or 1, mlp_bias=False)
+        self.shared = MLP(shared, shared_key) if own.shared_mlp_dim else None
+        self.shared_gate = table((D, 1), init=normal(gate_key, std)) if own.shared_gate else None
+        # Only in weights prepared for a step: zeros [S, E], whose gradients are `STATISTICS`.
+        self.statistics: nnx.Param | None = nnx.data(None)
+
+    @property
+    def auxiliary(self) -> Mapping[str, float]:
+        """See `MLP.auxiliary`."""
+        weights = {"balance_loss": self.config.balance_loss, "router_z_loss": self.config.z_loss}
+        return {name: value for name, value in weights.items() if value}
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        parallel: ParallelConfig,
+        *,
+        gates_in_stack: bool = False,
+        is_saved: bool = True,
+        seeds: Seeds | None = None,
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        """Returns the addition to the residual stream, in x's dtype, and the auxiliary values; arguments as for `MLP`."""
+        way = _Way.of(self, x, parallel)
+        blocks, tokens, auxiliary = way.pack(x)
+        y = way.collect(way.exchange(way.multiply(way.exchange(blocks))), tokens)
+        if self.shared is not None:
+            with jax.named_scope("shared"):
+                shared, _ = self.shared(x, parallel, gates_in_stack=gates_in_stack, is_saved=is_saved)
+                if self.shared_gate is not None:
+                    shared = shared * jax.nn.sigmoid(tokenwise_matmul(x, self.shared_gate[...]))
+                y = y + shared
+        return y, auxiliary
+
+
+def _stored(num_experts: int) -> tuple[str, str | None]:
+    """Returns the first two dims of experts' matrices as stored: whole experts where the devices divide them, so that
+    gathered parts lie one after the other."""
+    parts = num_parts("expert_shards", jax.sharding.get_abstract_mesh().shape)
+    return ("expert_shards", None) if num_experts % parts == 0 else ("experts", "expert_embed")
+
+
+def _as_stored(own: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return own
+
+
+class _Tokens(NamedTuple):
+    """A device's tokens and choices."""
+
+    x: Float[Array, "n I"]
+    weights: Float32[Array, "n k"]
+    experts: Int32[Array, "n k"]
+    route: Route
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The way of tokens through the experts, in steps between which only arrays with a part for every device pass."""
+
+    experts: Experts
+    parallel: ParallelConfig
+    lies: P
+    """Spec of the residual stream."""
+    shape: tuple[int, ...]
+    """Shape of a device's part of it."""
+    block: Block
+    is_complete: bool
+    """Whether one round is enough whatever the router chooses."""
+    is_staged: bool
+    """Whether weights have a first dim with a layer for every stage of a pipeline."""
+
+    @staticmethod
+    def of(experts: Experts, x: Float[Array, "B T D"], parallel: ParallelConfig) -> "_Way":
+        config, lies = experts.config, jax.typeof(x).sharding.spec
+        parts = [_size(as_tuple(entry)) for entry in lies.partitions]
+        b, t, D = (dim // count for dim, count in zip(x.shape, parts, strict=True))
+        peers, n = _size(PEERS), math.ceil(b * t / _size(_copies(lies)))
+        own = config.num_experts // peers
+        most = n * min(config.top_k, own)
+        slots = math.ceil(parallel.expert_slots * n * config.top_k / peers) if parallel.expert_slots else most
+        block = Block.of(min(most, -(-slots // 8) * 8), own, config.latent_dim or D, x.dtype)
+        staged = is_staged(jax.typeof(experts.router[...]).sharding.spec)
+        return _Way(experts, parallel, lies, (b, t, D), block, block.slots == most, staged)
+
+    @property
+    def config(self) -> ExpertsConfig:
+        return self.experts.config
+
+    def pack(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, _Tokens, Auxiliary]:
+        """Returns the blocks for all peers, the tokens, and the auxiliary values. No token travels yet."""
+        weights = self._for_tokens("router", "bias", "descend", "statistics")
+        of_token = P(*self.lies.partitions[:2])
+        out_specs = (_ALL, _ALL, dict.fromkeys(self.experts.auxiliary, of_token))
+
+        @partial(jax.shard_map, in_specs=(self.lies, _specs(weights)), out_specs=out_specs)
+        def on_device(x: jax.Array, weights: dict[str, jax.Array]) -> Any:
+            own, flat = self._varying(weights), x.reshape(-1, x.shape[-1])
+            with jax.named_scope("router"):
+                logits = jnp.dot(flat.astype(jnp.float32), own["router"].astype(jnp.float32), precision="highest")
+                choices = choose(logits, own.get("bias"), self.config)
+                chosen = self._kept(choices.experts)
+            if "descend" in own:
+                with jax.named_scope("descend"):
+                    flat = flat @ own["descend"]
+            flat, chosen_weights, kept = map(self._own_part, (flat, choices.weights, chosen))
+            route = dispatch.route(kept, self.config.num_experts, self.block)
+            if "statistics" in own:
+                statistics = self._statistics(choices, chosen, kept, route)
+                chosen_weights = _with_gradient(chosen_weights, own["statistics"], statistics)
+            blocks = dispatch.pack(flat, chosen_weights, route, self.block)
+            return blocks, _Tokens(flat, chosen_weights, kept, route), self._auxiliary(choices)
+
+        return on_device(x, weights)
+
+    def exchange(self, blocks: jax.Array) -> jax.Array:
+        """Returns the blocks that the peers sent."""
+        with jax.named_scope("exchange"):
+            return jax.shard_map(dispatch.exchange, in_specs=_ALL, out_specs=_ALL)(blocks)
+
+    def multiply(self, blocks: jax.Array) -> jax.Array:
+        """Returns the results for the tokens in blocks that came, at their places in these blocks."""
+        weights = self._of_experts()
+
+        @partial(jax.shard_map, in_specs=(_ALL, _specs(weights)), out_specs=_ALL)
+        def on_device(blocks: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+            return self._multiply(blocks, **self._varying(weights, AXES))
+
+        return on_device(blocks, weights)
+
+    def collect(self, blocks: jax.Array, tokens: _Tokens) -> Float[Array, "B T D"]:
+        """Returns the sums over each token's experts, once the results are back."""
+        of_experts, of_tokens = self._of_experts(), self._for_tokens("ascend")
+
+        @partial(jax.shard_map, in_specs=(_ALL, _ALL, _specs(of_experts), _specs(of_tokens)), out_specs=self.lies)
+        def on_device(blocks: jax.Array, tokens: _Tokens, of_experts: Any, of_tokens: Any) -> jax.Array:
+            y = dispatch.collect(blocks, tokens.route, self.block)
+            if not self.is_complete:
+                y = y + self._further_rounds(tokens, self._varying(of_experts, AXES))
+            y = self._whole(y)
+            if "ascend" in of_tokens:
+                with jax.named_scope("ascend"):
+                    y = y @ self._varying(of_tokens)["ascend"].T
+            return y.reshape(self.shape)
+
+        return on_device(blocks, tokens, of_experts, of_tokens)
+
+    # What follows runs on one device.
+
+    def _multiply(self, blocks: jax.Array, w_gate_up: jax.Array, w_down: jax.Array) -> jax.Array:
+        with jax.named_scope("multiply"):
+            rows, weights, counts = dispatch.unpack(blocks, self.block)
+            groups, form = dispatch.by_expert(counts, self.block), grouped_form(self.config.kernel)
+            return experts_on_rows(rows, weights, groups, w_gate_up, w_down, form)
+
+    def _further_rounds(self, tokens: _Tokens, weights: dict[str, jax.Array]) -> jax.Array:
+        """Returns the results for choices that had no slot in the first round."""
+        rounds = dispatch.num_rounds(tokens.experts, self.config.num_experts, self.block)
+        differentiable = tokens.x, tokens.weights, weights["w_gate_up"], weights["w_down"]
+        return _in_rounds(self, rounds, tokens.experts, *differentiable)
+
+    def _round(
+        self, number: jax.Array, chosen: jax.Array, x: jax.Array, weights: jax.Array, w_gate_up: jax.Array, w_down: jax.Array
+    ) -> jax.Array:
+        route = dispatch.route(chosen, self.config.num_experts, self.block, number)
+        blocks = dispatch.exchange(dispatch.pack(x, weights, route, self.block))
+        back = dispatch.exchange(self._multiply(blocks, w_gate_up, w_down))
+        return dispatch.collect(back, route, self.block)
+
+    def _kept(self, chosen: Int32[Array, "n k"]) -> Int32[Array, "n k"]:
+        """Returns the choices; those beyond an expert's capacity are `num_experts`."""
+        if not self.config.capacity_factor:
+            return chosen
+        b, t, _ = self.shape
+        axes = as_tuple(self.lies.partitions[1])
+        rows = chosen.reshape(b, t, -1)
+        if axes:
+            rows = jax.lax.all_gather(rows, axes, axis=1, tiled=True)
+        rows = kept_choices(rows, self.config, self.parallel.sequence)
+        start = jax.lax.axis_index(axes) * t if axes else 0
+        return jax.lax.dynamic_slice_in_dim(rows, start, t, axis=1).reshape(chosen.shape)
+
+    def _auxiliary(self, choices: Choices) -> Auxiliary:
+        b, t, _ = self.shape
+        batch, seq = (as_tuple(entry) for entry in self.lies.partitions[:2])
+        values = {}
+        if self.config.balance_loss:
+            hits = dispatch.hits(choices.experts.reshape(b, t, -1), self.config.num_experts)
+            over, axes = ((1,), seq)
+            if self.config.balance_over == "batch":
+                over, axes = (0, 1), (*(axis for axis in batch if axis != STAGE), *seq)
+            counts = jnp.sum(hits, over, keepdims=True, dtype=jnp.float32)
+            counts = jax.lax.psum(counts, axes) if axes else counts
+            shares = counts / jnp.sum(counts, axis=-1, keepdims=True)
+            scores = choices.scores.reshape(b, t, -1)
+            values["balance_loss"] = self.config.num_experts * jnp.sum(shares * scores, axis=-1)
+        if self.config.z_loss:
+            values["router_z_loss"] = jnp.square(jax.nn.logsumexp(choices.logits, axis=-1)).reshape(b, t)
+        return values
+
+    def _statistics(self, choices: Choices, chosen: jax.Array, kept: jax.Array, route: Route) -> Float32[Array, "S E"]:
+        E = self.config.num_experts
+        load, taken = (jnp.sum(dispatch.hits(experts, E), axis=0) for experts in (choices.experts, chosen))
+        late = jnp.sum(dispatch.hits(kept, E), axis=0) - route.counts.reshape(-1)
+        late = jax.lax.psum(late, _copies(self.lies)) if _copies(self.lies) else late
+        return jnp.stack([load, load - taken, late, jnp.sum(jax.lax.stop_gradient(choices.scores), axis=0)]).astype(jnp.float32)
+
+    def _own_part(self, x: Array) -> Array:
+        """Returns the device's part of what other devices have too, padded; all of what it alone has."""
+        axes = _copies(self.lies)
+        if (parts := _size(axes)) > 1:
+            x = jnp.pad(x, ((0, -x.shape[0] % parts), (0, 0)), constant_values=self.config.num_experts if x.dtype == jnp.int32 else 0)
+            length = x.shape[0] // parts
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * length, length)
+        return _pcast(x, AXES)
+
+    def _whole(self, x: Float[Array, "n I"]) -> Float[Array, "N I"]:
+        """Reverts `_own_part`."""
+        if not (axes := _copies(self.lies)):
+            return x
+        if (parts := _size(axes)) > 1:
+            whole = jnp.zeros((parts, *x.shape), x.dtype)
+            x = jax.lax.dynamic_update_index_in_dim(_pcast(whole, AXES), x, jax.lax.axis_index(axes), 0)
+            x = x.reshape(-1, x.shape[-1])[: self.shape[0] * self.shape[1]]
+        return jax.lax.psum(x, axes)
+
+    def _for_tokens(self, *names: str) -> dict[str, jax.Array]:
+        """Returns weights that every device applies to its tokens. Devices that share matmuls have different tokens here, so
+        gradients are summed over them too."""
+        present = {name: getattr(self.experts, name) for name in names}
+        arrays = {name: own[...] for name, own in present.items() if own is not None}
+        if jax.sharding.get_abstract_mesh().size == 1:
+            return arrays
+
+        def laid_out(w: jax.Array) -> jax.Array:
+            lies = jax.typeof(w).sharding.spec
+            reduced = lies.reduced.union(shared_axes(self.lies)) & axes_in(self.lies.partitions)
+            return jax.reshard(w, P(*lies.partitions, reduced=reduced))
+
+        return {name: laid_out(w) for name, w in arrays.items()}
+
+    def _of_experts(self) -> dict[str, jax.Array]:
+        return {"w_gate_up": self.experts.w_gate_up[...], "w_down": self.experts.w_down[...]}
+
+    def _varying(self, weights: dict[str, jax.Array], axes: Iterable[str] | None = None) -> dict[str, jax.Array]:
+        """Returns weights of this device's stage, as different on all devices along `axes`, by default the tokens' axes."""
+        over = axes_in(self.lies.partitions) if axes is None else axes
+        return {name: _pcast(w[0] if self.is_staged else w, over) for name, w in weights.items()}
+
+
+def _copies(lies: P) -> tuple[str, ...]:
+    """Returns the axes whose devices have the same tokens of a residual stream."""
+    return tuple(axis for axis in AXES if axis not in axes_in(lies.partitions))
+
+
+def _size(axes: Iterable[str]) -> int:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _specs(arrays: dict[str, jax.Array]) -> dict[str, P]:
+    return {name: jax.typeof(array).sharding.spec for name, array in arrays.items()}
+
+
+def _pcast(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Returns `x` as different on all devices along `axes`. Each kind of axes takes a cast of its own."""
+    kind = jax.typeof(x).manual_axis_type
+    for some in (kind.reduced, frozenset(axes) - kind.varying - kind.reduced):
+        if own := tuple(axis for axis in AXES if axis in some):
+            x = jax.lax.pcast(x, own, to="varying")
+    return x
+
+
+@jax.custom_vjp
+def _with_gradient(x: jax.Array, zeros: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Returns `x`; the gradient of `zeros` is `gradient`."""
+    return x
+
+
+_with_gradient.defvjp(lambda x, _, gradient: (x, gradient), lambda gradient, d: (d, gradient, None))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_rounds(way: _Way, rounds: jax.Array, chosen: jax.Array, *differentiable: jax.Array) -> jax.Array:
+    """Returns the sum of all rounds but the first. Their number is known to the devices alone, so the backward pass, whose
+    loop is of the same length, computes them again."""
+
+    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        number, total = carry
+        return number + 1, total + way._round(number, chosen, *differentiable)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < rounds, step, (_one(rounds), jnp.zeros_like(differentiable[0])))[1]
+
+
+def _one(like: jax.Array) -> jax.Array:
+    return jnp.ones_like(like)
+
+
+def _in_rounds_back(way: _Way, kept: Any, d: jax.Array) -> Any:
+    rounds, chosen, *differentiable = kept
+
+    def step(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        number, totals = carry
+        _, pull_back = jax.vjp(partial(way._round, number, chosen), *differentiable)
+        return number + 1, jax.tree.map(jnp.add, totals, pull_back(d))
+
+    zeros = tuple(map(jnp.zeros_like, differentiable))
+    return None, None, *jax.lax.while_loop(lambda carry: carry[0] < rounds, step, (_one(rounds), zeros))[1]
+
+
+_in_rounds.defvjp(lambda way, *args: (_in_rounds(way, *args), args), _in_rounds_back)
