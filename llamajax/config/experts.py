@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llamajax.config.parallel import axes_of, num_parts
-from llamajax.config.rules import NonNegativeFloat, NonNegativeFloatOrUnset, NonNegativeInt, PositiveFloat, PositiveInt, PositiveIntOrUnset, Section
+from llamajax.config.rules import (
+    NonNegativeFloat,
+    NonNegativeFloatOrUnset,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveIntOrUnset,
+    Section,
+)
 
 Scores = Literal["softmax", "sigmoid"]
 Tokens = Literal["batch", "row"]
@@ -20,6 +28,11 @@ class ExpertsConfig(Section):
 
     num_experts: NonNegativeInt = 0
     """Experts of each layer. 0: a dense MLP of width `model.mlp_dim`, and no other setting of this section counts."""
+    first_dense_layers: NonNegativeInt = 0
+    """Layers at the beginning of the model that keep a dense MLP (DeepSeek)."""
+    layer_step: PositiveInt = 1
+    """Step from one layer with experts to the next; layers between them keep a dense MLP. With 2, and no dense layers at the
+    beginning, the second, fourth, sixth layer have experts."""
     top_k: PositiveInt = 2
     """Experts that each token chooses."""
     mlp_dim: PositiveIntOrUnset = None
@@ -79,6 +92,18 @@ class ExpertsConfig(Section):
             )
         if self.shared_gate and not self.shared_mlp_dim:
             yield "shared_gate: has no effect without shared_mlp_dim; set that, or remove this"
+
+    def undivided_layers(self, num_layers: int) -> Iterator[str]:
+        """Yields a `key: rule; remedy` line if a model of so many layers does not end with a layer that has experts."""
+        rest = num_layers - self.first_dense_layers
+        if self.enabled and (rest <= 0 or rest % self.layer_step):
+            after = f" - first_dense_layers={self.first_dense_layers}" if self.first_dense_layers else ""
+            yield f"experts.layer_step: {self.layer_step} must divide num_layers={num_layers}{after}, which must be above 0"
+
+    def dense_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the numbers of the layers without experts in a model of so many layers."""
+        first = self.first_dense_layers
+        return tuple(n for n in range(num_layers) if not self.enabled or n < first or (n - first + 1) % self.layer_step)
 
     @property
     def enabled(self) -> bool:

@@ -172,6 +172,7 @@ class ModelConfig(Section):
             yield f"rope_theta: {self.rope_theta} must be above 1 with rope_scaling.kind=yarn"
         if self.float8_exempt and self.matmul_dtype == "compute_dtype":
             yield "float8_exempt: has no effect with matmul_dtype=compute_dtype; set that to float8, or remove this"
+        yield from self.experts.undivided_layers(self.num_layers)
         if len(set(self.float8_exempt)) == len(MATRICES):
             yield "float8_exempt: leaves no matmul in float8; set matmul_dtype to compute_dtype, or name fewer matrices"
 

@@ -263,13 +263,17 @@ class _Way:
         load, taken = (jnp.sum(dispatch.hits(experts, E), axis=0) for experts in (choices.experts, chosen))
         late = jnp.sum(dispatch.hits(kept, E), axis=0) - route.counts.reshape(-1)
         late = jax.lax.psum(late, _copies(self.lies)) if _copies(self.lies) else late
-        return jnp.stack([load, load - taken, late, jnp.sum(jax.lax.stop_gradient(choices.scores), axis=0)]).astype(jnp.float32)
+        return jnp.stack([load, load - taken, late, jnp.sum(jax.lax.stop_gradient(choices.scores), axis=0)]).astype(
+            jnp.float32
+        )
 
     def _own_part(self, x: Array) -> Array:
         """Returns the device's part of what other devices have too, padded; all of what it alone has."""
         axes = _copies(self.lies)
         if (parts := _size(axes)) > 1:
-            x = jnp.pad(x, ((0, -x.shape[0] % parts), (0, 0)), constant_values=self.config.num_experts if x.dtype == jnp.int32 else 0)
+            x = jnp.pad(
+                x, ((0, -x.shape[0] % parts), (0, 0)), constant_values=self.config.num_experts if x.dtype == jnp.int32 else 0
+            )
             length = x.shape[0] // parts
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * length, length)
         return _pcast(x, AXES)
