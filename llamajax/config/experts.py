@@ -65,8 +65,8 @@ class ExpertsConfig(Section):
     the batch by itself (DeepSeek-V3, section 2.1.2), which no other row and no micro-batch changes."""
     bias_update_rate: NonNegativeFloatOrUnset = None
     """Step by which each expert's bias moves after every optimizer step: up where an expert got less than the mean load,
-    down where it got more (arXiv:2408.15664). The bias is added to scores for the choice, not for the weights. 0: it stays as
-    it is. Unset: experts have no bias."""
+    down where it got more (arXiv:2408.15664). The bias is added to scores for the choice, not for the weights. 0: it stays
+    as it is. Unset: experts have no bias."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-partition function of the router's logits, which keeps them small (ST-MoE,
     arXiv:2202.08906). It is summed over layers."""

@@ -44,9 +44,9 @@ class MeshConfig(Section):
     """Shards of the sequence (context parallelism). The devices of this axis have different tokens, so they shard the state
     as well."""
     tensor: AxisSize = field(default=1, metadata={"splits": _OF_TENSOR})
-    """Shards of heads, MLP, vocabulary and experts (tensor parallelism). Between these the axis also splits tokens, where it divides
-    a row's part (sequence parallelism). Key/value heads may be fewer than the axis, if they divide it; a vocabulary may have
-    any size."""
+    """Shards of heads, MLP, vocabulary and experts (tensor parallelism). Between these the axis also splits tokens, where it
+    divides a row's part (sequence parallelism). Key/value heads may be fewer than the axis, if they divide it; a vocabulary
+    may have any size."""
     stages: tuple[int, ...] = ()
     """Number of layers of each stage of `mesh.pipeline`, such as [26, 22], for stages of unequal speed. Each stage then runs
     its own programs. Empty: the stages share the layers evenly, in one program."""
@@ -148,8 +148,11 @@ class ParallelConfig(Section):
     scatters after. `ring` passes tokens and sums from device to device while devices multiply."""
 
     expert_slots: NonNegativeFloat = 1.25
-    """Tokens that a device can send to each device of its experts at once, over the balanced number. Further tokens follow in
+    """Tokens that a device can send to each device of its experts at once, over the balanced number. Other tokens follow in
     further rounds, so none is lost, but all devices wait for these. 0: as many as could ever go to one device."""
+    expert_parts: PositiveIntOrUnset = None
+    """Parts of a device's rows that take turns at the experts: the tokens of one travel while the device computes with
+    another. It must divide the rows that a device has of a micro-batch; unset: by formulas."""
 
     pipeline: PipelineForm = "auto"
     """Order in which the stages of `mesh.pipeline` work. `1f1b`, which `auto` resolves to: each stage has consecutive

@@ -9,8 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from llamajax.config.experts import BIAS
 from llamajax.config.batch_ramp import BatchPhase, BatchRampConfig, batch_phases
+from llamajax.config.experts import BIAS
 from llamajax.config.model import DType
 from llamajax.config.rules import (
     Bound,

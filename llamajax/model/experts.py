@@ -1,13 +1,13 @@
 """Experts in place of a layer's MLP (arXiv:1701.06538, 2101.03961): every token is processed by the few that it chooses.
 
-Devices along `PEERS` hold different experts, and each has tokens of its own, so tokens travel: a device packs its tokens into
-blocks, sends each peer its block, multiplies the tokens that came by its experts' matrices, and sends the results back. With
-`latent_dim` (BigMac, arXiv:2502.16927) tokens are narrowed before they travel and widened when they are back.
+Devices along `PEERS` hold different experts, and each has tokens of its own, so tokens travel: a device packs its tokens
+into blocks, sends each peer its block, multiplies the tokens that came by its experts' matrices, and sends the results back.
+With `latent_dim` (BigMac, arXiv:2502.16927) tokens are narrowed before they travel and widened when they are back.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import P
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import AXES, ParallelConfig, axes_of, num_parts
+from llamajax.config.parallel import AXES, ParallelConfig, num_parts
 from llamajax.kernels.grouped import experts_on_rows, grouped_form
 from llamajax.model.adapters import Seeds
 from llamajax.model.layers import MLP, Auxiliary, normal, output_first, residual_std
@@ -32,6 +33,7 @@ from llamajax.parallel.matmul import tokenwise_matmul
 from llamajax.parallel.sharding import as_tuple, axes_in
 from llamajax.parallel.stages import STAGE, is_staged
 from llamajax.parallel.tensor import shared_axes
+from llamajax.parallel.time_slots import in_time_slots
 from llamajax.parallel.zero import weight
 
 STATISTICS = ("load", "dropped", "late", "score")
@@ -45,7 +47,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         own, D, dtype = config.experts, config.embed_dim, config.param_dtype
-        E, F, I = own.num_experts, own.mlp_dim or config.mlp_dim, own.latent_dim or D
+        E, F, width = own.num_experts, own.mlp_dim or config.mlp_dim, own.latent_dim or D
         router_key, in_key, down_key, descend_key, ascend_key, shared_key, gate_key = jax.random.split(key, 7)
         std, residual = config.init_std, residual_std(config)
         self.config = own
@@ -54,12 +56,12 @@ class Experts(nnx.Module):
         bias = partial(weight, (E,), jnp.float32, stored=(None,), compute=None, init=jnp.zeros)
         self.bias = bias() if own.bias_update_rate is not None else None
         stored, compute = _stored(E), ("experts", None, None)
-        shape, init = (E, I, own.num_gates, F), normal(in_key, std)
+        shape, init = (E, width, own.num_gates, F), normal(in_key, std)
         self.w_gate_up = weight(shape, dtype, stored=(*stored, None, None), compute=(*compute, None), init=init)
         init = normal(down_key, std if own.latent_dim else residual)
-        self.w_down = weight((E, F, I), dtype, stored=(*stored, None), compute=compute, init=init)
-        self.descend = table((D, I), init=normal(descend_key, std)) if own.latent_dim else None
-        self.ascend = table((D, I), init=output_first(normal(ascend_key, residual))) if own.latent_dim else None
+        self.w_down = weight((E, F, width), dtype, stored=(*stored, None), compute=compute, init=init)
+        self.descend = table((D, width), init=normal(descend_key, std)) if own.latent_dim else None
+        self.ascend = table((D, width), init=output_first(normal(ascend_key, residual))) if own.latent_dim else None
         shared = dataclasses.replace(config, mlp_dim=own.shared_mlp_dim or 1, mlp_bias=False)
         self.shared = MLP(shared, shared_key) if own.shared_mlp_dim else None
         self.shared_gate = table((D, 1), init=normal(gate_key, std)) if own.shared_gate else None
@@ -82,16 +84,80 @@ class Experts(nnx.Module):
         seeds: Seeds | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Returns the addition to the residual stream, in x's dtype, and the auxiliary values; arguments as for `MLP`."""
-        way = _Way.of(self, x, parallel)
-        blocks, tokens, auxiliary = way.pack(x)
-        y = way.collect(way.exchange(way.multiply(way.exchange(blocks))), tokens)
-        if self.shared is not None:
-            with jax.named_scope("shared"):
-                shared, _ = self.shared(x, parallel, gates_in_stack=gates_in_stack, is_saved=is_saved)
-                if self.shared_gate is not None:
-                    shared = shared * jax.nn.sigmoid(tokenwise_matmul(x, self.shared_gate[...]))
-                y = y + shared
+        ((_, y, auxiliary),) = self.in_parts(lambda x: (x, None), [x], parallel)
         return y, auxiliary
+
+    def in_parts(
+        self, enter: Callable[[Any], tuple[Float[Array, "B T D"], Any]], parts: Sequence[Any], parallel: ParallelConfig
+    ) -> list[tuple[Any, Float[Array, "B T D"], Auxiliary]]:
+        """Runs parts of the batch, in time slots: while the tokens of one part travel, others are computed with.
+
+        Args:
+            enter: function from a part to its normed residual stream and other values; it takes a slot with the router.
+            parts: the parts, of equal shapes.
+            parallel: the forms in which devices share the work.
+
+        Returns:
+            For each part: its other values, the addition to its residual stream, and its auxiliary values.
+        """
+
+        def leave_for(part: Any, _: None) -> tuple[jax.Array, Any]:
+            x, others = enter(part)
+            way = _Way.of(self, x, parallel)
+            blocks, tokens, routed = way.pack(x)
+            return blocks, (way, x, others, tokens, routed)
+
+        def travel(blocks: jax.Array, staying: Any) -> tuple[jax.Array, Any]:
+            return staying[0].exchange(blocks), staying
+
+        def multiply(blocks: jax.Array, staying: Any) -> tuple[jax.Array, Any]:
+            return staying[0].multiply(checkpoint_name(blocks, "dispatched")), staying
+
+        def come_back(blocks: jax.Array, staying: Any) -> tuple[jax.Array, Any]:
+            way, x, others, tokens, routed = staying
+            y = way.collect(way.exchange(blocks), tokens)
+            return (y if self.shared is None else y + self._of_shared(x, parallel)), (others, routed)
+
+        stages = leave_for, travel, multiply, come_back
+        states = in_time_slots(stages, [(part, None) for part in parts])
+        auxiliary = self._auxiliary([routed for _, (_, routed) in states])
+        return [(others, y, own) for (y, (others, _)), own in zip(states, auxiliary, strict=True)]
+
+    def _of_shared(self, x: Float[Array, "B T D"], parallel: ParallelConfig) -> Float[Array, "B T D"]:
+        with jax.named_scope("shared"):
+            y, _ = self.shared(x, parallel)
+            return y if self.shared_gate is None else y * jax.nn.sigmoid(tokenwise_matmul(x, self.shared_gate[...]))
+
+    def _auxiliary(self, parts: Sequence[dict[str, jax.Array]]) -> list[Auxiliary]:
+        """Returns the auxiliary values of parts from what `_Way.pack` tells of them. Shares of choices are those of all
+        parts."""
+        values: list[Auxiliary] = [{} for _ in parts]
+        if self.config.z_loss:
+            for own, routed in zip(values, parts, strict=True):
+                own["router_z_loss"] = routed["z"]
+        if self.config.balance_loss:
+            of_tokens = [(routed["experts"], routed["scores"]) for routed in parts]
+            for own, value in zip(values, _balance(of_tokens, self.config), strict=True):
+                own["balance_loss"] = value
+        return values
+
+
+def _balance(parts: Sequence[tuple[jax.Array, jax.Array]], config: ExpertsConfig) -> list[Float32[Array, "B T"]]:
+    """Returns the balance loss of the tokens of all parts, from their choices [B, T, k] and scores [B, T, E]."""
+    batch, seq, _ = jax.typeof(parts[0][0]).sharding.spec.partitions
+    of_row, over = config.balance_over == "row", as_tuple(seq)
+    over = over if of_row else (*(axis for axis in as_tuple(batch) if axis != STAGE), *over)
+
+    @partial(jax.shard_map, in_specs=P(batch, seq, None), out_specs=P(batch, seq))
+    def on_device(parts: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        dims = (1,) if of_row else (0, 1)
+        counts = [jnp.sum(dispatch.hits(experts, config.num_experts), dims, keepdims=True) for experts, _ in parts]
+        counts = counts if of_row else [sum(counts[1:], counts[0])] * len(parts)
+        counts = jax.lax.psum(counts, over) if over else counts
+        shares = [count / jnp.sum(count, axis=-1, keepdims=True).astype(jnp.float32) for count in counts]
+        return [config.num_experts * jnp.sum(own * scores, axis=-1) for own, (_, scores) in zip(shares, parts, strict=True)]
+
+    return on_device(list(parts))
 
 
 def _stored(num_experts: int) -> tuple[str, str | None]:
@@ -147,11 +213,10 @@ class _Way:
     def config(self) -> ExpertsConfig:
         return self.experts.config
 
-    def pack(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, _Tokens, Auxiliary]:
-        """Returns the blocks for all peers, the tokens, and the auxiliary values. No token travels yet."""
+    def pack(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, _Tokens, dict[str, jax.Array]]:
+        """Returns the blocks for all peers, the tokens, and what `Experts._auxiliary` needs. No token travels yet."""
         weights = self._for_tokens("router", "bias", "descend", "statistics")
-        of_token = P(*self.lies.partitions[:2])
-        out_specs = (_ALL, _ALL, dict.fromkeys(self.experts.auxiliary, of_token))
+        out_specs = (_ALL, _ALL, P(*self.lies.partitions[:2]))
 
         @partial(jax.shard_map, in_specs=(self.lies, _specs(weights)), out_specs=out_specs)
         def on_device(x: jax.Array, weights: dict[str, jax.Array]) -> Any:
@@ -163,13 +228,15 @@ class _Way:
             if "descend" in own:
                 with jax.named_scope("descend"):
                     flat = flat @ own["descend"]
-            flat, chosen_weights, kept = map(self._own_part, (flat, choices.weights, chosen))
+            flat, kept = self._own_part(flat), self._own_part(chosen, fill=self.config.num_experts)
             route = dispatch.route(kept, self.config.num_experts, self.block)
+            chosen_weights = choices.weights
             if "statistics" in own:
                 statistics = self._statistics(choices, chosen, kept, route)
                 chosen_weights = _with_gradient(chosen_weights, own["statistics"], statistics)
+            chosen_weights = self._own_part(chosen_weights)
             blocks = dispatch.pack(flat, chosen_weights, route, self.block)
-            return blocks, _Tokens(flat, chosen_weights, kept, route), self._auxiliary(choices)
+            return blocks, _Tokens(flat, chosen_weights, kept, route), self._routed(choices)
 
         return on_device(x, weights)
 
@@ -240,22 +307,14 @@ class _Way:
         start = jax.lax.axis_index(axes) * t if axes else 0
         return jax.lax.dynamic_slice_in_dim(rows, start, t, axis=1).reshape(chosen.shape)
 
-    def _auxiliary(self, choices: Choices) -> Auxiliary:
+    def _routed(self, choices: Choices) -> dict[str, jax.Array]:
+        """Returns what the auxiliary values need of the choices."""
         b, t, _ = self.shape
-        batch, seq = (as_tuple(entry) for entry in self.lies.partitions[:2])
         values = {}
         if self.config.balance_loss:
-            hits = dispatch.hits(choices.experts.reshape(b, t, -1), self.config.num_experts)
-            over, axes = ((1,), seq)
-            if self.config.balance_over == "batch":
-                over, axes = (0, 1), (*(axis for axis in batch if axis != STAGE), *seq)
-            counts = jnp.sum(hits, over, keepdims=True, dtype=jnp.float32)
-            counts = jax.lax.psum(counts, axes) if axes else counts
-            shares = counts / jnp.sum(counts, axis=-1, keepdims=True)
-            scores = choices.scores.reshape(b, t, -1)
-            values["balance_loss"] = self.config.num_experts * jnp.sum(shares * scores, axis=-1)
+            values = {"experts": choices.experts.reshape(b, t, -1), "scores": choices.scores.reshape(b, t, -1)}
         if self.config.z_loss:
-            values["router_z_loss"] = jnp.square(jax.nn.logsumexp(choices.logits, axis=-1)).reshape(b, t)
+            values["z"] = jnp.square(jax.nn.logsumexp(choices.logits, axis=-1)).reshape(b, t)
         return values
 
     def _statistics(self, choices: Choices, chosen: jax.Array, kept: jax.Array, route: Route) -> Float32[Array, "S E"]:
@@ -267,13 +326,11 @@ class _Way:
             jnp.float32
         )
 
-    def _own_part(self, x: Array) -> Array:
-        """Returns the device's part of what other devices have too, padded; all of what it alone has."""
+    def _own_part(self, x: Array, fill: int = 0) -> Array:
+        """Returns the device's part of what other devices have too, filled up with `fill`; all of what it alone has."""
         axes = _copies(self.lies)
         if (parts := _size(axes)) > 1:
-            x = jnp.pad(
-                x, ((0, -x.shape[0] % parts), (0, 0)), constant_values=self.config.num_experts if x.dtype == jnp.int32 else 0
-            )
+            x = jnp.pad(x, ((0, -x.shape[0] % parts), (0, 0)), constant_values=fill)
             length = x.shape[0] // parts
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * length, length)
         return _pcast(x, AXES)
@@ -337,11 +394,16 @@ def _pcast(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 @jax.custom_vjp
 def _with_gradient(x: jax.Array, zeros: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Returns `x`; the gradient of `zeros` is `gradient`."""
+    """Returns `x`; the gradient of `zeros` is `gradient`, if `x` has one. In a pipeline, a stage without a micro-batch runs
+    a backward pass of zeros."""
     return x
 
 
-_with_gradient.defvjp(lambda x, _, gradient: (x, gradient), lambda gradient, d: (d, gradient, None))
+def _with_gradient_back(gradient: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    return d, jnp.where(jnp.any(d != 0), gradient, 0), None
+
+
+_with_gradient.defvjp(lambda x, _, gradient: (x, gradient), _with_gradient_back)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

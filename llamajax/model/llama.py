@@ -1,195 +1,63 @@
 """One decoder for Llama 1, 2, 3, 3.1, 3.2 and 3.3 (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral, Qwen2 and Qwen3;
 ModelConfig distinguishes them."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.adapters import AdaptersConfig, Projection
-from llamajax.config.model import SAVED_BY_REMAT, ModelConfig, Remat
+from llamajax.config.model import ModelConfig, Remat
 from llamajax.config.offload import ON_CARD, OffloadConfig
 from llamajax.config.parallel import PLAIN, ParallelConfig, SequenceForm
-from llamajax.kernels import cudnn
 from llamajax.kernels.attention import Mask, Past, with_sight
-from llamajax.model.adapters import Adapter, Seeds, attach, detach, seeds_like
-from llamajax.model.attention import Attention, KeyValue, Rows
-from llamajax.model.experts import Experts
+from llamajax.model.adapters import Adapter, Seeds, attach, detach
+from llamajax.model.attention import Attention, Rows
+from llamajax.model.decoder_layer import Activations, Layer, first_activations, policy_of, saved_names, stack_forms
 from llamajax.model.kv_cache import KVCache, append, write_prompt
 from llamajax.model.layers import MLP, Auxiliary, RMSNorm, normal
 from llamajax.model.rope import RopeTable, positions_from_segment_ids, rope_tables
 from llamajax.parallel.arrays import named_arrays
-from llamajax.parallel.saved_values import Names, Policy
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import ONE_DEVICE, spec
-from llamajax.parallel.stack import Layers, Part, run_layers, run_prefetching
+from llamajax.parallel.stack import Layers, reshape_layers, run_layers, run_prefetching
 from llamajax.parallel.stages import num_stages
-from llamajax.parallel.tensor import is_shared
-from llamajax.parallel.token_share import by_share
 from llamajax.parallel.vocabulary import logits, look_up, table
 from llamajax.parallel.zero import PreparedWeights, gathered
 
 Tokens = Int32[Array, "B T"]
 """Ids of each row's tokens, ids of their documents, or positions."""
-_DEAR = jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.save_any_names_but_these(), cudnn.is_kernel)
-"""Remat policy: save named values and the residuals of fused attention kernels."""
-
-
-def _policy(saved: tuple[str, ...] | None) -> Policy | None:
-    """Returns a policy that saves these names; cuDNN's kernel exposes none and is matched separately."""
-    if not saved:
-        return saved if saved is None else jax.checkpoint_policies.nothing_saveable
-    named = jax.checkpoint_policies.save_only_these_names(*saved)
-    return jax.checkpoint_policies.save_from_both_policies(named, cudnn.is_kernel) if "attention" in saved else named
-
 
 Stacking = Callable[[Callable[[jax.Array], Any]], Callable[[jax.Array], Any]]
 
 
-class Activations(NamedTuple):
-    """Activations that a layer, or a part of one, passes to the next: in a stack of layers, everything with a gradient
-    besides the weights."""
+class LayerRun(NamedTuple):
+    """Consecutive layers of a model that repeat a unit."""
 
-    residual: Float[Array, "B T D"]
-    auxiliary: Auxiliary
-    """Auxiliary values summed over the previous layers, with every requested name; empty where none is requested."""
-
-    def plus(self, out: Float[Array, "B T D"], own: Auxiliary) -> "Activations":
-        """Returns the activations with the contribution of a part added."""
-        totals = {name: total + own[name] if name in own else total for name, total in self.auxiliary.items()}
-        return Activations(self.residual + out, totals)
-
-
-def first_activations(x: Float[Array, "B T D"], auxiliary: Iterable[str]) -> Activations:
-    """Returns the input of the first layer: the tokens' embeddings, and zeros for the auxiliary values of these names."""
-    lies = jax.P(*jax.typeof(x).sharding.spec[:2])
-    return Activations(x, {name: jnp.zeros(x.shape[:2], jnp.float32, out_sharding=lies) for name in auxiliary})
-
-
-class Layer(nnx.Module):
-    """One decoder layer: attention, then MLP, each normed before and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, key: jax.Array):
-        attention_key, mlp_key = jax.random.split(key)
-        self.attention_norm = RMSNorm(config.embed_dim, config)
-        self.attention = Attention(config, attention_key)
-        self.mlp_norm = RMSNorm(config.embed_dim, config)
-        self.mlp = Experts(config, mlp_key) if config.experts.enabled else MLP(config, mlp_key)
-
-    def __call__(
-        self,
-        x: Activations,
-        rows: Rows,
-        past: Past | None = None,
-        *,
-        parallel: ParallelConfig = PLAIN,
-        gates_in_stack: bool = False,
-    ) -> tuple[Activations, KeyValue]:
-        """Returns the activations after the layer, and the tokens' keys and values. `rows` and `past` as for `Attention`,
-        `gates_in_stack` as for `MLP`."""
-        of_attention, of_mlp = self.by_parts()
-        x, key_value = _attention_part(of_attention, x, rows, parallel, past)
-        return _mlp_part(of_mlp, x, parallel, rows.seeds, gates_in_stack=gates_in_stack), key_value
+    unit: tuple[Layer, ...]
+    """The layers of the unit, each with weights of all its repetitions [U, ...]."""
+    first: int
+    """Number of the first layer."""
 
     @property
-    def auxiliary(self) -> Mapping[str, float]:
-        """Weight in the loss of each value of `Auxiliary` that its parts return, by name."""
-        return self.mlp.auxiliary
+    def numbers(self) -> Int32[Array, "U"]:
+        """Number of the first layer of each repetition."""
+        repetitions = jax.tree.leaves(self.unit)[0].shape[0]
+        return self.first + len(self.unit) * jnp.arange(repetitions)
 
-    def by_parts(self) -> tuple[tuple[RMSNorm, Attention], tuple[RMSNorm, MLP | Experts]]:
-        """Returns the weights of `_attention_part` and of `_mlp_part`."""
-        return (self.attention_norm, self.attention), (self.mlp_norm, self.mlp)
-
-    def with_parts(self, parts: Any) -> "Layer":
-        """Returns a copy with other weights, in the form of `by_parts`."""
-        changed = jax.tree.map(lambda weight: weight, self)
-        (changed.attention_norm, changed.attention), (changed.mlp_norm, changed.mlp) = parts
-        return changed
-
-
-def _attention_part(
-    weights: tuple[RMSNorm, Attention],
-    x: Activations,
-    rows: Rows,
-    parallel: ParallelConfig,
-    past: Past | None = None,
-    *,
-    saved_share: float = 1.0,
-) -> tuple[Activations, KeyValue]:
-    norm, attention = weights
-    forms = {"sequence": parallel.sequence, "tensor": parallel.tensor, "saved_share": saved_share}
-    with jax.named_scope("attention"):
-        out, key_value = attention(norm(x.residual), rows, past, **forms)
-        residual, auxiliary = x.plus(out, {})
-        return Activations(checkpoint_name(residual, "residual"), auxiliary), key_value
-
-
-def _mlp_part(
-    weights: tuple[RMSNorm, MLP | Experts],
-    x: Activations,
-    parallel: ParallelConfig,
-    seeds: Seeds | None,
-    *,
-    gates_in_stack: bool,
-    saved_share: float = 1.0,
-) -> Activations:
-    norm, mlp = weights
-
-    def run(tokens: tuple[jax.Array, Seeds | None], is_saved: bool) -> tuple[jax.Array, Auxiliary]:
-        residual, seeds = tokens
-        return mlp(norm(residual), parallel, gates_in_stack=gates_in_stack, is_saved=is_saved, seeds=seeds)
-
-    with jax.named_scope("mlp"):
-        return x.plus(*by_share(run, (x.residual, seeds_like(x.residual, seeds)), saved_share))
-
-
-def saved_names(remat: Remat, x: Float[Array, "B T D"]) -> tuple[str, ...] | None:
-    """Returns the checkpoint names of the values of a layer that the forward pass saves for the backward pass; None: it
-    saves everything. `x` is a residual stream."""
-    if remat == "full" and is_shared(x):
-        return ("residual",)  # a part of the tokens; recomputing it would scatter the attention's output again
-    return SAVED_BY_REMAT[remat]
-
-
-class StackForms(TypedDict):
-    """Arguments of `run_prefetching` and of `llamajax.parallel.stack.Stack.of` that forms and remat decide."""
-
-    parts: Sequence[Part]
-    dtype: DTypeLike
-    saved: Policy | None
-    made_first: Policy
-    names: Sequence[Names]
-    offloaded: Collection[str]
-
-
-def stack_forms(
-    parallel: ParallelConfig, remat: Remat, x: Float[Array, "B T D"], offload: OffloadConfig = ON_CARD
-) -> StackForms:
-    """Returns the parts of a layer, what it saves, and what of it waits in host memory, for residual streams like x."""
-    saved, share = saved_names(remat, x), offload.saved_share
-    is_stacked = (parallel.stack != "unrolled" or num_stages() > 1) and "gate_up" not in offload.names
-    gates_in_stack = "gate_up" in (saved or ()) and is_stacked
-
-    def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
-        return _attention_part(weights, x, rows, parallel, saved_share=share)[0]
-
-    def transform(weights: tuple[RMSNorm, MLP | Experts], x: Activations, rows: Rows) -> Activations:
-        return _mlp_part(weights, x, parallel, rows.seeds, gates_in_stack=gates_in_stack, saved_share=share)
-
-    return {
-        "parts": (attend, transform),
-        "dtype": x.dtype,
-        "saved": _policy(saved),
-        "made_first": _DEAR,
-        "names": (Names("input", "attention"), Names("residual", "gate_up")),
-        "offloaded": offload.names,
-    }
+    def by_unit(self, of_layers: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what belongs to the layers of each repetition, as often as it takes to repeat; `of_layers` is what belongs
+        to all layers of the model, in the order in which they repeat it. For units of one layer, there are no tuples."""
+        size, period = len(self.unit), len(of_layers)
+        numbers = range(self.first, self.first + size * (period // math.gcd(period, size)), size)
+        own = (tuple(of_layers[(number + place) % period] for place in range(size)) for number in numbers)
+        return tuple(of_unit[0] if size == 1 else of_unit for of_unit in own)
 
 
 def _keys_of_layers(key: jax.Array, num_layers: int) -> jax.Array:
@@ -219,8 +87,13 @@ class Llama(nnx.Module):
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
         keys = _keys_of_layers(layers_key, config.num_layers)
+        dense = config.experts.dense_layers(config.num_layers) if config.experts.enabled else ()
+        # Of a model with experts: the layers without.
+        self.dense_layers: Layer | None = stack(partial(Layer, config))(keys[jnp.array(dense)]) if dense else nnx.data(None)
+        if dense:
+            keys = keys[jnp.array([number for number in range(config.num_layers) if number not in dense])]
         # In weights prepared for a step with a pipeline: a tuple with the layers in each slot of the stages.
-        self.layers = stack(partial(Layer, config))(keys)
+        self.layers = stack(partial(Layer, config, has_experts=config.experts.enabled))(keys)
         self.whole_first: Layer | None = nnx.data(None)  # the first layer, gathered; only in weights prepared for a step
         self.final_norm = RMSNorm(D, config)
         self.head = self.drawn_head(config, key) if config.has_own_head else None
@@ -268,27 +141,19 @@ class Llama(nnx.Module):
         x = self._embed(laid_out(tokens, sequence), copies)
 
         prepared, activations = PreparedWeights(self, copies), first_activations(x, self.auxiliary)
-        if parallel.prefetches:
-
-            def by_parts(model: Llama) -> Layers:
-                return model.layers.by_parts(), None if model.whole_first is None else model.whole_first.by_parts()
-
-            x, auxiliary = run_prefetching(
-                prepared.part(by_parts),
-                x=activations,
-                shared=rows,
-                unrolled=parallel.stack == "unrolled",
-                **stack_forms(parallel, remat, x, offload),
-            )
-        else:
-            saved = saved_names(remat, x)
-            gates_in_stack = "gate_up" in (saved or ())
-
-            def run_layer(x: Activations, layer: Layer, _: None, rows: Rows) -> tuple[Activations, None]:
-                return layer(x, rows, parallel=parallel, gates_in_stack=gates_in_stack)[0], None
-
-            layers = prepared.part(lambda model: model.layers)
-            (x, auxiliary), _ = run_layers(layers, run_layer, activations, shared=rows, dtype=x.dtype, saved=_policy(saved))
+        for number, run in enumerate(self.runs()):
+            if parallel.prefetches:
+                activations = run_prefetching(
+                    prepared.part(lambda model, number=number: _by_parts(model, number)),
+                    x=activations,
+                    shared=run.by_unit(rows),
+                    unrolled=parallel.stack == "unrolled",
+                    **stack_forms(parallel, remat, x, offload, len(run.unit)),
+                )
+            else:
+                layers = prepared.part(lambda model, number=number: model.runs()[number].unit)
+                activations = _run_one_by_one(layers, run, activations, rows, parallel, remat)
+        x, auxiliary = activations
         with jax.named_scope("final_norm"):
             return self.final_norm(x), auxiliary
 
@@ -297,6 +162,18 @@ class Llama(nnx.Module):
         """See `Layer.auxiliary`."""
         layers: Any = self.layers
         return (layers[0] if isinstance(layers, tuple) else layers).auxiliary
+
+    def runs(self) -> list[LayerRun]:
+        """Returns all layers in their order. Layers between two with experts form a unit with the second."""
+        experts, dense = self.config.experts, self.dense_layers
+        first, step = experts.first_dense_layers, experts.layer_step
+        if dense is None:
+            return [LayerRun((self.layers,), 0)]
+        runs = []
+        if first:
+            runs.append(LayerRun((jax.tree.map(lambda own: own[:first], dense),), 0))
+        between = (jax.tree.map(lambda own, start=first + place: own[start :: step - 1], dense) for place in range(step - 1))
+        return [*runs, LayerRun((*between, self.layers), first)]
 
     def rows(
         self,
@@ -328,14 +205,19 @@ class Llama(nnx.Module):
         x = self._embed(laid_out(tokens, "gather"))
         rows = self._by_layer(*self._tables_and_masks(tokens, None, None))
 
-        def run_layer(carry: tuple[jax.Array, jax.Array, jax.Array], layer: Layer, index: jax.Array, rows: Rows):
+        def run_unit(carry: tuple[jax.Array, jax.Array, jax.Array], unit: tuple[Layer, ...], number: jax.Array, rows: Any):
             x, keys, values = carry
-            (x, _), (k, v) = layer(Activations(x, {}), rows)
-            return (x, write_prompt(keys, index, k), write_prompt(values, index, v)), None
+            for place, (layer, own) in enumerate(zip(unit, _of_layers(unit, rows), strict=True)):
+                (x, _), (k, v) = layer(Activations(x, {}), own)
+                keys, values = write_prompt(keys, number + place, k), write_prompt(values, number + place, v)
+            return (x, keys, values), None
 
         # Carried, not stacked: a carried cache is written in place.
-        carry, numbers = (x, cache.keys, cache.values), jnp.arange(self.config.num_layers)
-        (x, keys, values), _ = run_layers(PreparedWeights(self.layers), run_layer, carry, numbers, rows, dtype=x.dtype)
+        carry = x, cache.keys, cache.values
+        for run in self.runs():
+            layers = PreparedWeights(run.unit)
+            carry, _ = run_layers(layers, run_unit, carry, run.numbers, run.by_unit(rows), dtype=x.dtype)
+        x, keys, values = carry
         is_last = jnp.arange(tokens.shape[1])[None, :] == lengths[:, None] - 1
         x = jnp.sum(jnp.where(is_last[:, :, None], x, 0), axis=1, keepdims=True)
         return self._next_token_logits(x), KVCache(keys, values, lengths)
@@ -377,13 +259,21 @@ class Llama(nnx.Module):
         masks = {window or 0: Mask(window=window) for window in self.config.windows}
         rows = self._by_layer(*rope_tables(positions, self.config), masks)
 
-        def run_layer(x: jax.Array, layer: Layer, cached: tuple[jax.Array, ...], rows: Rows) -> tuple[jax.Array, KeyValue]:
-            past = Past(cached[0], cached[1], cache.lengths, cache_rows)
-            (x, _), key_value = layer(Activations(x, {}), rows, past)
-            return x, key_value
+        def run_unit(x: jax.Array, unit: tuple[Layer, ...], number: jax.Array, rows: Any) -> tuple[jax.Array, Any]:
+            made = []
+            for place, (layer, own) in enumerate(zip(unit, _of_layers(unit, rows), strict=True)):
+                keys, values = (own_layer(cached, number + place) for cached in (cache.keys, cache.values))
+                (x, _), key_value = layer(Activations(x, {}), own, Past(keys, values, cache.lengths, cache_rows))
+                made.append(key_value)
+            return x, jax.tree.map(lambda *each: jnp.stack(each), *made)
 
-        layers, cached = PreparedWeights(self.layers), (cache.keys, cache.values)
-        x, (k, v) = run_layers(layers, run_layer, x, cached, rows, dtype=x.dtype)
+        own_layer = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+        made = []
+        for run in self.runs():
+            layers = PreparedWeights(run.unit)
+            x, of_run = run_layers(layers, run_unit, x, run.numbers, run.by_unit(rows), dtype=x.dtype)
+            made.append(jax.tree.map(lambda own: reshape_layers(2, (own.shape[0] * own.shape[1],), own), of_run))
+        k, v = jax.tree.map(lambda *each: jnp.concatenate(each), *made)
         with jax.named_scope("final_norm"):
             return self.final_norm(x), append(cache, k, v, counts, cache_rows)
 
@@ -478,3 +368,37 @@ class Llama(nnx.Module):
     ) -> tuple[Rows, ...]:
         """Returns the rows' data for each layer of the repeated round of windows."""
         return tuple(Rows(cos, sin, masks[window or 0], seeds) for window in self.config.windows)
+
+
+def _of_layers(unit: tuple[Layer, ...], rows: Any) -> tuple[Rows, ...]:
+    """Returns the rows for each layer of a unit from an entry of `LayerRun.by_unit`."""
+    return (rows,) if len(unit) == 1 else rows
+
+
+def _by_parts(model: Llama, number: int) -> Layers:
+    """Returns the weights of all parts of a run's unit, and those of the first unit if gathered earlier."""
+    unit = model.runs()[number].unit
+    parts = tuple(part for layer in unit for part in layer.by_parts())
+    has_first = model.whole_first is not None and unit[-1] is model.layers
+    return parts, model.whole_first.by_parts() if has_first else None
+
+
+def _run_one_by_one(
+    layers: PreparedWeights[tuple[Layer, ...]],
+    run: LayerRun,
+    x: Activations,
+    rows: tuple[Rows, ...],
+    parallel: ParallelConfig,
+    remat: Remat,
+) -> Activations:
+    """Returns the activations after the layers of a run, in a plain loop."""
+    saved = saved_names(remat, x.residual)
+    gates_in_stack = "gate_up" in (saved or ())
+
+    def run_unit(x: Activations, unit: tuple[Layer, ...], _: None, rows: Any) -> tuple[Activations, None]:
+        for layer, own in zip(unit, _of_layers(unit, rows), strict=True):
+            x, _ = layer(x, own, parallel=parallel, gates_in_stack=gates_in_stack)
+        return x, None
+
+    dtype, saved = x.residual.dtype, policy_of(saved)
+    return run_layers(layers, run_unit, x, shared=run.by_unit(rows), dtype=dtype, saved=saved)[0]

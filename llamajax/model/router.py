@@ -60,7 +60,7 @@ def kept_choices(chosen: Int32[Array, "b T k"], config: ExpertsConfig, form: Seq
 
     Capacity is counted by row, and tokens come in the order of the row, so that every mesh drops the same ones.
     """
-    b, T, k = chosen.shape
+    _, T, k = chosen.shape
     most = math.ceil(config.capacity_factor * T * k / config.num_experts)
     order = token_order(T, form)
     in_order = chosen[:, order]

@@ -127,15 +127,14 @@ def pack(x: Float[Array, "n I"], weights: Float32[Array, "n k"], route: Route, b
     return jnp.concatenate([rows, tail], axis=1).reshape(-1, block.width)
 
 
-def _pack_back(block: Block, kept: tuple[Route, tuple[int, int]], d: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    route, (n, k) = kept
+def _pack_back(block: Block, route: Route, d: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     d_slots = _tail_values(d.reshape(-1, block.rows, block.width), block)[:, : block.slots]
     peer, place = jnp.divmod(jnp.minimum(route.rows, d.shape[0] - 1), block.rows)
     d_weights = jnp.where(route.rows < d.shape[0], d_slots[peer, jnp.minimum(place, block.slots - 1)], 0.0)
     return collect(d, route, block), d_weights, None
 
 
-pack.defvjp(lambda x, weights, route, block: (pack(x, weights, route, block), (route, weights.shape)), _pack_back)
+pack.defvjp(lambda x, weights, route, block: (pack(x, weights, route, block), route), _pack_back)
 
 
 def exchange(blocks: Float[Array, "R I"]) -> Float[Array, "R I"]:

@@ -93,12 +93,12 @@ def run_layers(
             results.append(result)
         return carry, jax.tree.map(lambda *each: jnp.stack(each), *results)
 
-    rounds = jax.tree.map(partial(_reshape_layers, 1, (num_layers // period, period)), stacked)
+    rounds = jax.tree.map(partial(reshape_layers, 1, (num_layers // period, period)), stacked)
     carry, results = jax.lax.scan(run_round, carry, rounds)
-    return carry, jax.tree.map(partial(_reshape_layers, 2, (num_layers,)), results)
+    return carry, jax.tree.map(partial(reshape_layers, 2, (num_layers,)), results)
 
 
-def _reshape_layers(count: int, dims: tuple[int, ...], x: jax.Array) -> jax.Array:
+def reshape_layers(count: int, dims: tuple[int, ...], x: jax.Array) -> jax.Array:
     """Replaces the first `count` dims, over layers, which are not split. Names the sharding of the other dims, because jax
     loses it for dims of size one."""
     lies = jax.typeof(x).sharding.spec
@@ -116,6 +116,7 @@ def run_prefetching(
     dtype: DTypeLike,
     saved: Policy | None,
     made_first: Policy,
+    whole: Part | None = None,
     unrolled: bool = False,
     names: Sequence[Names] = (),
     offloaded: Collection[str] = (),
@@ -137,6 +138,8 @@ def run_prefetching(
             phase. None: everything is saved. Gathered weights are never saved.
         made_first: policy for values recomputed in phase one and kept for phase two. Include expensive values only; cheap
             ones fuse better into their consumer.
+        whole: function that does the same as all parts in turn, with a tuple of their weights, for layers that save only
+            their input; None: the parts in turn.
         unrolled: write out every layer; the program has no loop over them.
         names: names of each part's saved values; needed for `offloaded`.
         offloaded: names of the saved values that wait in host memory. Values with fewer than three dims always stay.
@@ -145,7 +148,14 @@ def run_prefetching(
         The output of the last layer.
     """
     stack = Stack.of(
-        parts, dtype=dtype, saved=saved, made_first=made_first, unrolled=unrolled, names=names, offloaded=offloaded
+        parts,
+        dtype=dtype,
+        saved=saved,
+        made_first=made_first,
+        whole=whole,
+        unrolled=unrolled,
+        names=names,
+        offloaded=offloaded,
     )
     weights = weights.part(lambda layers: tuple(None if trees is None else stack.grouped(trees) for trees in layers))
     return _run(stack, weights, shared, x)
@@ -176,13 +186,14 @@ class Stack:
         dtype: DTypeLike,
         saved: Policy | None,
         made_first: Policy,
+        whole: Part | None = None,
         unrolled: bool = True,
         names: Sequence[Names] = (),
         offloaded: Collection[str] = (),
     ) -> "Stack":
         """Returns the stack of layers with these parts; arguments as for `run_prefetching`. A layer that saves only its
         input runs as one part."""
-        own = (partial(_in_turn, tuple(parts)),) if saved is NOTHING else tuple(parts)
+        own = (whole or partial(_in_turn, tuple(parts)),) if saved is NOTHING else tuple(parts)
         return Stack(own, dtype, saved, made_first, unrolled, tuple(names), frozenset(offloaded))
 
     def grouped(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:

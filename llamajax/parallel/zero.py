@@ -85,8 +85,9 @@ def gathered(tree: Tree, dtype: DTypeLike, copies: Tree | None = None) -> Tree:
     declare.
 
     In this order the collective carries the narrow copy, and its transpose reduces gradients in the narrow dtype too. A copy
-    is marked as reduced over the axes that split the tokens and not the copy, so that its gradient is summed over all of them at the end:
-    scattered over the axes it is stored on, then added up over the others, which therefore carry only a device's own part.
+    is marked as reduced over the axes that split the tokens and not the copy, so that its gradient is summed over all of
+    them at the end: scattered over the axes it is stored on, then added up over the others, which therefore carry only a
+    device's own part.
     Arrays that are already gathered stay unchanged.
 
     Args:

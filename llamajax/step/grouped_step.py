@@ -22,7 +22,7 @@ from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.model import Llama
 from llamajax.model.attention import Rows
-from llamajax.model.llama import Activations, first_activations, stack_forms
+from llamajax.model.decoder_layer import Activations, first_activations, stack_forms
 from llamajax.parallel.activation_files import ActivationFiles, Value, shared_files
 from llamajax.parallel.arrays import concretise
 from llamajax.parallel.host_memory import HOST, KIND, added

@@ -29,7 +29,7 @@ from llamajax.config.parallel import PLAIN, ParallelConfig
 from llamajax.config.stages import EMPTY, layers_of_stages
 from llamajax.model import Llama
 from llamajax.model.attention import Rows
-from llamajax.model.llama import Activations, first_activations, stack_forms
+from llamajax.model.decoder_layer import Activations, first_activations, stack_forms
 from llamajax.parallel.pipeline_schedule import PipelineSchedule, Unit
 from llamajax.parallel.sequence import in_order, laid_out
 from llamajax.parallel.sharding import spec
@@ -176,6 +176,7 @@ class _Stages:
         shape = (schedule.stages * B, T, model.config.embed_dim)
         forms = stack_forms(parallel, remat, jnp.zeros(shape, model.config.compute_dtype, out_sharding=lies))
         forms["parts"] = [_skipping(part) for part in forms["parts"]]
+        forms["whole"] = None if forms["whole"] is None else _skipping(forms["whole"])
         used: Any = (model if copies is None else copies).layers
         targets = None
         if parallel.pipeline_head == "shared":

@@ -34,7 +34,7 @@ def prepare(config: Config, model: Llama) -> Llama:
     if parallel.zero == 1:
         return gathered(trained, dtype)
     if at_the_end:
-        if parallel.prefetches:
+        if parallel.prefetches and config.model.experts.layer_step == 1:
             trained.whole_first = gathered(_first(trained.layers), dtype)
         trained.embedding = gathered(trained.embedding, dtype)
         trained.head = None if trained.head is None else gathered(trained.head, dtype)
@@ -75,13 +75,15 @@ def copies(config: Config, trained: Llama) -> Llama | None:
     if not whole and not names:
         return None
     made: Llama = jax.tree.map(lambda _: None, trained, is_leaf=lambda node: isinstance(node, nnx.Param))
-    made.layers, made.whole_first = trained.layers, trained.whole_first
+    made.layers, made.dense_layers, made.whole_first = trained.layers, trained.dense_layers, trained.whole_first
     if names:
         form = E4M3 if model.matmul_dtype == "float8" else dtype
         of_chunks = num_stages() > 1 and (config.parallel.pipeline_chunks or 1) > 1
-        made.layers = in_float8(made.layers, names, form, dtype, num_stacked=1 + of_chunks)
+        made.layers, made.dense_layers = in_float8(
+            (made.layers, made.dense_layers), names, form, dtype, num_stacked=1 + of_chunks
+        )
     if whole:
-        made.layers = gathered(made.layers, dtype)
+        made.layers, made.dense_layers = gathered((made.layers, made.dense_layers), dtype)
     if names and made.whole_first is not None:
         made.whole_first = gathered(_first(made.layers), dtype)
     if whole:

@@ -14,7 +14,7 @@ from flax import nnx
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.model.attention import Rows
-from llamajax.model.llama import Activations, first_activations, stack_forms
+from llamajax.model.decoder_layer import Activations, first_activations, stack_forms
 from llamajax.parallel.sequence import laid_out
 from llamajax.parallel.sharding import spec
 from llamajax.parallel.stack import Stack
