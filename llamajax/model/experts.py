@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from llamajax.config.adapters import Projection
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import AXES, ParallelConfig, num_parts
@@ -44,6 +45,9 @@ _ALL = P(AXES)
 
 class Experts(nnx.Module):
     """The experts of a layer, their router, and the expert that all tokens share."""
+
+    MATRICES: ClassVar[Mapping[str, Sequence[Projection]]] = {}
+    """Matrices that take adapters, see `MLP.MATRICES`: none."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         own, D, dtype = config.experts, config.embed_dim, config.param_dtype

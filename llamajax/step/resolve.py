@@ -30,6 +30,7 @@ from llamajax.kernels.choice import Site, can_fuse, choose
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.tensor import SHARED
+from llamajax.step.expert_forms import parts_form
 from llamajax.step.layer_groups import further_card_bytes, needed_host_bytes, uses_files
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.step.offload_form import OffloadChoice, offload_form, step_seconds
@@ -88,6 +89,7 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         "stack": stack_form(config, mesh, budget),
         "sequence": sequence_form(config, mesh),
         "tensor": tensor_form(config, mesh),
+        "expert_parts": parts_form(config, mesh),
     }
     config = _in_forms(config, **{setting: form for setting, (form, _) in chosen.items()})
     order, chunks, why = pipeline_form(config, mesh)
@@ -100,6 +102,8 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         no_choice.add("grad_reduce")
     if mesh["pipeline"] == 1:
         no_choice.add("pipeline_head")
+    if num_parts("experts", mesh) == 1 or not config.model.experts.enabled:
+        no_choice.add("expert_parts")
     if asked == "auto":
         chosen["remat"] = remat, reason
     reasons = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice}
