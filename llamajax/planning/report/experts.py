@@ -49,10 +49,11 @@ def lines(figures: Mapping[str, Any], num_experts: int, top_k: int) -> list[str]
     """Returns the lines of a report for `expert_figures`."""
     stored = ", ".join(f"{format_bytes(figures[f'{name}_bytes'])} of {name}s" for name in ("weight", "moment", "gradient"))
     rounds = "one round" if figures["rounds"] == 1 else f"{figures['rounds']} rounds"
+    of_all = f"{format_count(figures['num_params'])} parameters in all"
     busiest = f"; the busiest gets {figures['imbalance']:g} times as many" if figures["imbalance"] > 1 else ""
     return [
-        f"{num_experts} per layer, of which a token chooses {top_k}, {format_count(figures['num_params'])} parameters in all;"
-        f" {figures['of_device']} of each layer per GPU, which stores {stored}",
+        f"{num_experts} per layer, of which a token chooses {top_k}, {of_all}; {figures['of_device']} of each layer per GPU,"
+        f" which stores {stored}",
         f"{figures['tokens']:,} tokens of a micro-batch come to a GPU per layer, which has room for {figures['places']:,}"
         f"{busiest}: {rounds}; a GPU sends {format_bytes(figures['sent_bytes'])} in {figures['all_to_alls']} all-to-alls of"
         " each layer",
