@@ -24,6 +24,7 @@ from llamajax.config.adapters import Projection
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import AXES, ParallelConfig, num_parts
+from llamajax.estimates.experts import block_slots
 from llamajax.kernels.grouped import experts_on_rows, grouped_form
 from llamajax.model.adapters import Seeds
 from llamajax.model.layers import MLP, Auxiliary, normal, output_first, residual_std
@@ -208,8 +209,8 @@ class _Way:
         peers, n = _size(PEERS), math.ceil(b * t / _size(_copies(lies)))
         own = config.num_experts // peers
         most = n * min(config.top_k, own)
-        slots = math.ceil(parallel.expert_slots * n * config.top_k / peers) if parallel.expert_slots else most
-        block = Block.of(min(most, -(-slots // 8) * 8), own, config.latent_dim or D, x.dtype)
+        slots = block_slots(n, config.top_k, peers, own, parallel.expert_slots)
+        block = Block.of(slots, own, config.latent_dim or D, x.dtype)
         staged = is_staged(jax.typeof(experts.router[...]).sharding.spec)
         return _Way(experts, parallel, lies, (b, t, D), block, block.slots == most, staged)
 
@@ -288,7 +289,8 @@ class _Way:
         """Returns the results for choices that had no slot in the first round."""
         rounds = dispatch.num_rounds(tokens.experts, self.config.num_experts, self.block)
         differentiable = tokens.x, tokens.weights, weights["w_gate_up"], weights["w_down"]
-        return _in_rounds(self, rounds, tokens.experts, *differentiable)
+        with jax.named_scope("further_rounds"):
+            return _in_rounds(self, rounds, tokens.experts, *differentiable)
 
     def _round(
         self, number: jax.Array, chosen: jax.Array, x: jax.Array, weights: jax.Array, w_gate_up: jax.Array, w_down: jax.Array
