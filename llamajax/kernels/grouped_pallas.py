@@ -172,7 +172,9 @@ def _times(
 
         total = jax.lax.fori_loop(0, pl.cdiv(K, inner), add, jnp.zeros((_ROWS, columns), jnp.float32))
         is_own = (place >= bounds[own]) & (place < bounds[own + 1])
-        at = out.at[(row if named == "out" else place)[:, None], column[None, :]]
+        # Interpreted, a masked store puts old values back, so a place without an expert must not name another's row.
+        to = jnp.where(is_own, row, out.shape[0]) if named == "out" else place
+        at = out.at[to[:, None], column[None, :]]
         triton.store(at, (total * scale[0]).astype(out.dtype), mask=_mask(total.shape, is_own, is_column))
 
 
