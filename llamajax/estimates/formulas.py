@@ -24,7 +24,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 def layer_shapes(model: ModelConfig) -> dict[LayerWeight, tuple[int, ...]]:
     """Returns the shape of each weight in a layer of the model."""
     D, K, H, F = model.embed_dim, model.num_kv_heads, model.head_dim, model.mlp_dim
-    sizes = {"D": D, "K": K, "G": model.num_heads // K, "C": model.num_heads // K + 2, "H": H, "F": F, "2": 2}
+    sizes = {"D": D, "K": K, "G": model.num_heads // K, "C": model.num_heads // K + 2, "H": H, "F": F, "1": 1, "2": 2}
     own = (weight for weight in LAYER_WEIGHTS if weight.trait is None or getattr(model, weight.trait))
     return {weight: tuple(sizes[dim] for dim in weight.dims.split()) for weight in own}
 
