@@ -35,11 +35,11 @@ def copy_array(step_dir: Path, array: str, put: Put, piece_bytes: int, config: M
     _in_threads(lambda piece: _copy_piece(array, stored, piece[0], piece[1], put, config), small)
 
 
-def copy_tensor(name: str, stored: Stored, put: Put) -> None:
-    """Puts a tensor of a file."""
-    rows = stored.shape[0]
-    step = max(1, PIECE_BYTES * rows // stored.nbytes)
-    _in_threads(lambda at: put(name, stored.read(at, min(at + step, rows)), at), range(0, rows, step))
+def copy_tensor(name: str, stored: Stored, put: Put, rows: slice = slice(None)) -> None:
+    """Puts a tensor of a file, or some rows of it."""
+    first, stop, _ = rows.indices(stored.shape[0])
+    step = max(1, PIECE_BYTES * stored.shape[0] // stored.nbytes)
+    _in_threads(lambda at: put(name, stored.read(at, min(at + step, stop)), at - first), range(first, stop, step))
 
 
 def _in_threads(copy: Callable[[Any], None], pieces: Iterable[Any]) -> None:

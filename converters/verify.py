@@ -73,6 +73,13 @@ def compare_merged(hf_dir: Path, found: Pretrained, dtype: str) -> str:
     return _compare(hf_dir, written, dtype) + change
 
 
+def compare_directories(hf_dir: Path, found: Pretrained, dtype: str) -> str:
+    """Compares logits of another model that computes the same with those of a directory; see `compare_logits`."""
+    if (missing := _missing("torch") or _without_class(hf_dir)) is not None:
+        return missing
+    return _compare(hf_dir, _opened_model(found), dtype)
+
+
 def compare_adapters(base_dir: Path, found: Pretrained, dtype: str, peft_dir: Path) -> str:
     """Compares logits of adapters beside their base with those of peft; see `compare_logits`.
 
@@ -212,7 +219,8 @@ def _hf_model(hf_dir: Path, dtype: str, head: Head) -> tuple[Any, str]:
     weights = {name: torch.from_numpy(stored.read().astype(np.float32)).to(wide).float() for name, stored in found.items()}
     wide_config = {"config": known, "state_dict": weights, "dtype": torch.float32, "output_loading_info": True}
     model, told = type(model).from_pretrained(None, **wide_config, **options)
-    assert not told["unexpected_keys"] and set(told["missing_keys"]) <= {"lm_head.weight"}, "all names were checked before"
+    odd = {*told["unexpected_keys"], *told["missing_keys"]}
+    assert odd <= {"lm_head.weight"}, "all names were checked before"
     return model.eval(), " (with float8 weights that llamajax dequantized)"
 
 

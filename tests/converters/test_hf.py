@@ -280,7 +280,11 @@ WITH_SCORES = tuple(name for name in VARIANTS if VARIANTS[name].get("head") == "
 
 @pytest.mark.parametrize(
     "variant",
-    [name if name in IN_TRANSFORMERS else pytest.param(name, marks=SLOW) for name in VARIANTS if name not in (*WITH_SCORES, *WITHOUT_CLASS)],
+    [
+        name if name in IN_TRANSFORMERS else pytest.param(name, marks=SLOW)
+        for name in VARIANTS
+        if name not in (*WITH_SCORES, *WITHOUT_CLASS)
+    ],
 )
 def test_logits_of_transformers_own_models(variant, tmp_path, capsys):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
