@@ -131,7 +131,8 @@ ARCHITECTURES = (
     Architecture(
         "Mixtral", "mixtral",
         {
-            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, **_ENDS,
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
+            **_ENDS,
         },
         windows="everywhere",
         rope_theta=1e6,

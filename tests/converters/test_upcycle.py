@@ -58,7 +58,9 @@ def test_experts_are_slices_in_the_stored_type(tmp_path):
     made = read_weights(tmp_path / "out")
     for expert in range(8):
         own = slice(expert % 4 * 12, expert % 4 * 12 + 12)
-        of_expert = {name: made[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")}
+        of_expert = {
+            name: made[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")
+        }
         mlp = {name: weights[f"model.layers.1.mlp.{name}_proj.weight"] for name in of_expert}
         assert np.array_equal(of_expert["gate"], mlp["gate"][own])
         assert np.array_equal(of_expert["up"], mlp["up"][own])
