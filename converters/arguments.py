@@ -11,12 +11,12 @@ from llamajax.errors import show_any_text
 def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the arguments of `python -m converters.hf`; `import` is the default command. Exits with code 2 on mistakes."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and argv[0] not in ("import", "export", "-h", "--help"):
+    if argv and argv[0] not in ("import", "export", "upcycle", "-h", "--help"):
         argv = ["import", *argv]
     show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m converters.hf",
-        description="Convert Llama, Mistral, Qwen2 and Qwen3 models from and to Hugging Face.",
+        description="Convert Llama, Mistral and Qwen models, and models with experts, from and to Hugging Face.",
         epilog="`python -m converters.hf HF_DIR OUT` imports.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -31,13 +31,22 @@ def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "run directory (exports its newest good step), or RUN/checkpoints/STEP; with --merge also a PEFT directory",
             "a Hugging Face directory, for transformers; of a run with adapters, a PEFT directory",
         ),
+        "upcycle": (
+            "HF_DIR",
+            "directory of a dense model with config.json and safetensors, or hf://ORG/NAME[@REVISION]",
+            "a Hugging Face directory of a model with experts that computes the same",
+        ),
     }
-    dtypes = {"import": ("float32", "bfloat16"), "export": ("float32", "bfloat16", "float16")}
+    dtypes = {"import": ("float32", "bfloat16")}
     for name, (source, source_help, out_help) in texts.items():
         command = commands.add_parser(name, help=f"write {out_help}")
         command.add_argument("source", metavar=source, help=source_help)
         command.add_argument("out", metavar="OUT", help=f"directory to create: {out_help}")
-        command.add_argument("--dtype", choices=dtypes[name], help="dtype of the written weights (default: unchanged)")
+        command.add_argument(
+            "--dtype",
+            choices=dtypes.get(name, ("float32", "bfloat16", "float16")),
+            help="dtype of the written weights (default: unchanged)",
+        )
         command.add_argument(
             "--verify",
             action=argparse.BooleanOptionalAction,
@@ -45,14 +54,38 @@ def hf_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             " parameters); an export also compares token ids, unless --no-verify is given",
         )
         command.set_defaults(license=None, merge=False, base=None)
-        if name == "export":
+        if name != "import":
             license_help = "licence identifier for the model card, such as apache-2.0 (default: the imported model's)"
             command.add_argument("--license", type=_license, help=license_help)
+        if name == "export":
             merge_help = "merge adapters into their base and write a whole model"
             command.add_argument("--merge", action="store_true", help=merge_help)
             base_help = "name on the Hugging Face Hub, or directory, that exported adapters name as their base (default: the"
             command.add_argument("--base", metavar="BASE", help=f"{base_help} one that the run started from)")
+        if name == "upcycle":
+            _add_experts(command)
     return parser.parse_args(argv)
+
+
+def _add_experts(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--experts", metavar="N", type=_positive, required=True, help="number of experts of each layer")
+    command.add_argument(
+        "--top_k", metavar="N", type=_positive, default=2, help="experts that each token chooses (default: 2)"
+    )
+    command.add_argument(
+        "--mlp_dim",
+        metavar="N",
+        type=_positive,
+        help="width of an expert (default: that of the MLP); with a half, a quarter and so on, two, four and so on experts"
+        " share a copy of the MLP",
+    )
+    command.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="weights of a token's experts add up to one, without which the model computes something else (default: yes)",
+    )
+    command.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the router (default: 0)")
 
 
 def _license(text: str) -> str:

@@ -23,14 +23,13 @@ THREADS = 2
 """Blocks processed at a time. Copying and transposing keep about two cores busy; more threads need more memory."""
 
 
-def block_shape(shape: tuple[int, ...], dtype: np.dtype[Any], split_dim: int) -> tuple[int, ...]:
-    """Returns the shape of blocks of `BLOCK_BYTES`: several leading rows, or part of one row, cut along `split_dim`."""
-    row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
-    rows = min(shape[0], max(1, BLOCK_BYTES // row_bytes))
-    if split_dim == 0 or rows > 1:
-        return (rows, *shape[1:])
-    size = math.ceil(shape[split_dim] / math.ceil(row_bytes / BLOCK_BYTES))
-    return (1, *shape[1:split_dim], size, *shape[split_dim + 1 :])
+def block_shape(shape: tuple[int, ...], dtype: np.dtype[Any], split_dims: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape of blocks of `BLOCK_BYTES`, cut along the first of `split_dims`, and as far as needed the next."""
+    block = list(shape)
+    for dim in split_dims:
+        row_bytes = math.prod(block) // block[dim] * dtype.itemsize
+        block[dim] = math.ceil(shape[dim] / math.ceil(shape[dim] / max(1, BLOCK_BYTES // row_bytes)))
+    return tuple(block)
 
 
 def boxes(shape: tuple[int, ...], block_shape: tuple[int, ...]) -> Iterator[Box]:

@@ -1,6 +1,6 @@
 """Copies weights to Hugging Face tensors piece by piece, in two threads."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from converters.blocks import THREADS, StoredArray, boxes, open_array
-from llamajax.config.model import Head
+from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError
 from llamajax.weights import names
 from llamajax.weights.names import Box
@@ -22,24 +22,24 @@ Put = Callable[[str, np.ndarray, int], None]
 """Takes the name of a tensor, some of its rows, and the number of the first one; from any thread."""
 
 
-def copy_array(step_dir: Path, array: str, put: Put, piece_bytes: int, head: Head = "vocabulary") -> None:
-    """Puts the tensors that make up one of our arrays in a checkpoint of a model with this kind of head."""
-    stored, tensors = open_array(step_dir, array), names.tensors_of(array, head)
-    small: list[tuple[Box, list[names.Tensor]]] = []
-    for box in _boxes(array, stored):
+def copy_array(step_dir: Path, array: str, put: Put, piece_bytes: int, config: ModelConfig) -> None:
+    """Puts the tensors that make up one of our arrays in a checkpoint of a model, by their common names."""
+    stored, tensors = open_array(step_dir, array), names.tensors_of(array, config)
+    small: list[tuple[Box, Sequence[names.Tensor]]] = []
+    for box in _boxes(stored, names.split_dims(array, config)):
         if stored.nbytes(box) <= piece_bytes:
             small.append((box, tensors))
         else:
             for tensor in tensors:
-                _copy_piece(array, stored, box, [tensor], put)
-    _in_threads(lambda piece: _copy_piece(array, stored, piece[0], piece[1], put), small)
+                _copy_piece(array, stored, box, [tensor], put, config)
+    _in_threads(lambda piece: _copy_piece(array, stored, piece[0], piece[1], put, config), small)
 
 
-def copy_tensor(name: str, stored: Stored, put: Put) -> None:
-    """Puts a tensor of a file."""
-    rows = stored.shape[0]
-    step = max(1, PIECE_BYTES * rows // stored.nbytes)
-    _in_threads(lambda at: put(name, stored.read(at, min(at + step, rows)), at), range(0, rows, step))
+def copy_tensor(name: str, stored: Stored, put: Put, rows: slice = slice(None)) -> None:
+    """Puts a tensor of a file, or some rows of it."""
+    first, stop, _ = rows.indices(stored.shape[0])
+    step = max(1, PIECE_BYTES * stored.shape[0] // stored.nbytes)
+    _in_threads(lambda at: put(name, stored.read(at, min(at + step, stop)), at - first), range(first, stop, step))
 
 
 def _in_threads(copy: Callable[[Any], None], pieces: Iterable[Any]) -> None:
@@ -53,26 +53,27 @@ def _in_threads(copy: Callable[[Any], None], pieces: Iterable[Any]) -> None:
             raise
 
 
-def _boxes(array: str, stored: StoredArray) -> Iterator[Box]:
-    """Yields the parts of an array to copy at a time: stored blocks along layers and tensor rows, whole in other dims."""
-    split_dims = (0, names.rows_dim(array))
-    shape = [stored.block_shape[dim] if dim in split_dims else size for dim, size in enumerate(stored.shape)]
+def _boxes(stored: StoredArray, split_dims: Sequence[int]) -> Iterator[Box]:
+    """Yields the parts of an array to copy at a time: stored blocks along `split_dims`, whole in other dims."""
+    shape = [stored.block_shape[dim] if dim in (0, *split_dims) else size for dim, size in enumerate(stored.shape)]
     return boxes(stored.shape, tuple(shape))
 
 
-def _copy_piece(array: str, stored: StoredArray, box: Box, tensors: list[names.Tensor], put: Put) -> None:
-    stacked = names.is_stacked(array)
-    of_layer, shape = (box[1:], stored.shape[1:]) if stacked else (box, stored.shape)
-    layers = box[:1] if stacked else ()
+def _copy_piece(
+    array: str, stored: StoredArray, box: Box, tensors: Sequence[names.Tensor], put: Put, config: ModelConfig
+) -> None:
+    leading = names.num_leading(array, config)
+    of_block, shape = box[leading:], stored.shape[leading:]
     block = stored.read(box) if len(tensors) > 1 else None
     for tensor in tensors:
         if block is None:
-            part = stored.read((*layers, *names.part_index(tensor, shape, of_layer)))
+            part = stored.read((*box[:leading], *names.part_index(tensor, shape, of_block)))
         else:
-            part = block[(slice(None),) * stacked + tensor.part]
-        first_row = names.first_row(tensor, shape, of_layer)
-        for layer, values in enumerate(part, box[0].start) if stacked else [(0, part)]:
-            put(tensor.hf_name.format(layer=layer), names.to_hf(tensor, values), first_row)
+            part = block[(slice(None),) * leading + tensor.part]
+        first_row = names.first_row(tensor, shape, of_block)
+        for index in np.ndindex(part.shape[:leading]):
+            at = [number + dim.start for number, dim in zip(index, box, strict=False)]
+            put(names.name_of(tensor, array, at, config), names.to_hf(tensor, part[index]), first_row)
 
 
 def rounded(values: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:

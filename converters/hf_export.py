@@ -65,17 +65,18 @@ class Export:
         (out / "README.md").write_text(card, encoding="utf-8")
         dtype, weights = np.dtype(jax.numpy.dtype(self.dtype)), self.found.base or self.found
         merge = None if self.found.adapters is None else Merging(self.found)
-        shapes = names.hf_shapes(self.config)
-        with unless_deleted(self.found.source), Writer(out, shapes, dtype, MAX_SHARD_BYTES) as writer:
+        shapes, own_name = names.hf_shapes(self.config), self.found.architecture.own_name
+        own_shapes = {own_name(name): shape for name, shape in shapes.items()}
+        with unless_deleted(self.found.source), Writer(out, own_shapes, dtype, MAX_SHARD_BYTES) as writer:
 
             def put(name: str, values: np.ndarray, first_row: int) -> None:
                 values = values if merge is None else merge(name, values, first_row)
-                writer.write(name, rounded(values, dtype, name), first_row)
+                writer.write(own_name(name), rounded(values, dtype, name), first_row)
 
             piece_bytes = max(PIECE_BYTES, writer.largest_nbytes // 4)
             if weights.tensors is None:
                 for array in names.our_shapes(self.config):
-                    copy_array(weights.source, array, put, piece_bytes, self.config.head)
+                    copy_array(weights.source, array, put, piece_bytes, self.config)
             else:
                 for name in shapes:
                     copy_tensor(name, weights.tensors[name], put)

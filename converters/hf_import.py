@@ -86,12 +86,12 @@ class Import:
             block = np.empty([dim.stop - dim.start for dim in box], dtype)
             if stacked:
                 for layer, of_layer in enumerate(block, box[0].start):
-                    names.from_hf(name, layer, self.tensors, shape[1:], box[1:], of_layer)
+                    names.from_hf(name, layer, self.tensors, shape[1:], box[1:], of_layer, self.config)
             else:
-                names.from_hf(name, 0, self.tensors, shape, box, block)
+                names.from_hf(name, 0, self.tensors, shape, box, block, self.config)
             return block
 
-        return BlockArray(shape, dtype, block_shape(shape, dtype, names.rows_dim(name)), make)
+        return BlockArray(shape, dtype, block_shape(shape, dtype, names.split_dims(name, self.config)), make)
 
 
 def open_import(source: Path, dtype: DType | None) -> Import:

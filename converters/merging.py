@@ -16,13 +16,7 @@ class Merging:
         """Reads no adapter yet."""
         assert found.adapters is not None
         self._found, self._adapters = found, found.adapters
-        arrays = names.adapter_shapes(found.config, found.adapters)
-        self._places = {
-            tensor.hf_name.format(layer=layer): (tensor, layer)
-            for tensor in names.TENSORS
-            if tensor.array in arrays
-            for layer in range(found.config.num_layers)
-        }
+        self._places = names.places(found.config, found.adapters)
         # A tensor comes in pieces, in two threads.
         self._factors = functools.lru_cache(maxsize=4)(self._read_factors)
 
@@ -54,6 +48,6 @@ class Merging:
     def _read(self, name: str) -> np.ndarray:
         if self._found.tensors is not None:
             return self._found.tensors[name].read().astype(np.float32)
-        tensor, layer = self._places[name]
-        part = open_array(self._found.source, tensor.array).read((layer,))
-        return names.to_hf(tensor, part).astype(np.float32)
+        place = self._places[name]
+        part = open_array(self._found.source, place.array).read(place.index)
+        return names.to_hf(place.tensor, part).astype(np.float32)

@@ -15,7 +15,7 @@ from llamajax.weights import names
 from llamajax.weights.pretrained import Pretrained
 
 
-def model_card(found: Pretrained, architecture: Architecture, dtype: str, license: str | None) -> str:
+def model_card(found: Pretrained, architecture: Architecture, dtype: str, license: str | None, made: str = "") -> str:
     """Returns README.md: the fields that Hugging Face reads, then a short description of the model and its training.
 
     Args:
@@ -23,6 +23,7 @@ def model_card(found: Pretrained, architecture: Architecture, dtype: str, licens
         architecture: the model's architecture in transformers.
         dtype: dtype of the written weights.
         license: licence identifier; None: that of the model it started from, or `other` if a licence file exists.
+        made: sentence about how the model was made, of one that was not trained.
     """
     task = "text-classification" if found.config.head == "score" else "text-generation"
     lines = ["library_name: transformers", f"pipeline_tag: {task}", *_license(found, license)]
@@ -33,7 +34,7 @@ def model_card(found: Pretrained, architecture: Architecture, dtype: str, licens
     if found.adapters is not None and found.base is not None:
         base = (found.hf or {}).get("source") or found.base.source.name
         texts.append(f"Its weights are those of {base} with adapters merged into them: {found.adapters.about}.")
-    texts += [_training(found)] if found.meta else []
+    texts += [_training(found)] if found.meta else [made] if made else []
     return _card(lines, texts)
 
 
@@ -63,6 +64,8 @@ def _license(found: Pretrained, license: str | None) -> list[str]:
 def _model(config: ModelConfig, architecture: Architecture, dtype: str) -> str:
     window = f", sliding window of {config.sliding_window:,}" if config.sliding_window else ""
     window += f" in {', '.join(config.layer_types)} layers in turn" if config.layer_types else ""
+    own = config.experts
+    window += f", {own.num_experts} experts of which each token chooses {own.top_k}" if own.enabled else ""
     kind = f"{architecture.name} reward model" if config.head == "score" else architecture.name
     return (
         f"A {kind} with {num_params(config):,} parameters in {dtype}: {config.num_layers} layers, width"

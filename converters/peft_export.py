@@ -79,7 +79,7 @@ class PeftExport:
                 writer.write(name, rounded(values, dtype, name), first_row)
 
             for array in names.adapter_shapes(self.config, self.adapters):
-                copy_array(self.found.source, array, put, PIECE_BYTES)
+                copy_array(self.found.source, array, put, PIECE_BYTES, self.config)
         return writer.nbytes
 
     def verify_ids(self, out: Path) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from llamajax.checkpoint.read import restore
+from llamajax.config.architectures import ARCHITECTURES
 from llamajax.config.hf_config import CONFIG
 from llamajax.config.json_file import read_json
 from llamajax.config.model import Head, ModelConfig
@@ -49,7 +50,7 @@ def compare_logits(hf_dir: Path, run_dir: Path, step: int, config: ModelConfig, 
         CheckpointError: frequencies or logits differ by more than rounding, or weights are not finite.
         ConfigError: transformers cannot read the directory.
     """
-    if (missing := _missing("torch")) is not None:
+    if (missing := _missing("torch") or _without_class(hf_dir)) is not None:
         return missing
     return _compare(hf_dir, _stored_model(run_dir, step, config), dtype)
 
@@ -60,7 +61,7 @@ def compare_merged(hf_dir: Path, found: Pretrained, dtype: str) -> str:
     In `dtype` float32, merging changes logits by no more than their rounding. Other types are rounded after merging: then
     transformers is compared with our reading of the directory, and the change is reported.
     """
-    if (missing := _missing("torch")) is not None:
+    if (missing := _missing("torch") or _without_class(hf_dir)) is not None:
         return missing
     adapted = _opened_model(found)
     if dtype == "float32":
@@ -72,6 +73,13 @@ def compare_merged(hf_dir: Path, found: Pretrained, dtype: str) -> str:
     return _compare(hf_dir, written, dtype) + change
 
 
+def compare_directories(hf_dir: Path, found: Pretrained, dtype: str) -> str:
+    """Compares logits of another model that computes the same with those of a directory; see `compare_logits`."""
+    if (missing := _missing("torch") or _without_class(hf_dir)) is not None:
+        return missing
+    return _compare(hf_dir, _opened_model(found), dtype)
+
+
 def compare_adapters(base_dir: Path, found: Pretrained, dtype: str, peft_dir: Path) -> str:
     """Compares logits of adapters beside their base with those of peft; see `compare_logits`.
 
@@ -81,9 +89,8 @@ def compare_adapters(base_dir: Path, found: Pretrained, dtype: str, peft_dir: Pa
         dtype: type to which both sides round weights.
         peft_dir: PEFT directory with the same adapters.
     """
-    for name in ("torch", "peft"):
-        if (missing := _missing(name)) is not None:
-            return missing
+    if (missing := _missing("torch") or _missing("peft") or _without_class(base_dir)) is not None:
+        return missing
     return _compare(base_dir, _opened_model(found), dtype, peft_dir)
 
 
@@ -92,6 +99,15 @@ def _missing(package: str) -> str | None:
     if importlib.util.find_spec(package) is not None:
         return None
     return f"skipped: {'transformers needs torch, which' if package == 'torch' else package} is not installed"
+
+
+def _without_class(hf_dir: Path) -> str | None:
+    """Returns the reason for skipping a comparison with a model of which transformers has no class; None if it has one."""
+    model_type = read_json(hf_dir / CONFIG).get("model_type")
+    known = {architecture.model_type: architecture for architecture in ARCHITECTURES}.get(str(model_type))
+    if known is None or known.in_transformers:
+        return None
+    return f"skipped: transformers has no class of its own for {known.name}"
 
 
 def _prompts(config: ModelConfig) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
@@ -201,9 +217,10 @@ def _hf_model(hf_dir: Path, dtype: str, head: Head) -> tuple[Any, str]:
         ) from error
     found = with_scales(open_model(hf_dir), quantization)
     weights = {name: torch.from_numpy(stored.read().astype(np.float32)).to(wide).float() for name, stored in found.items()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert set(missing) | set(unexpected) <= {"lm_head.weight"}, "all names were checked before"
-    model.tie_weights()
+    wide_config = {"config": known, "state_dict": weights, "dtype": torch.float32, "output_loading_info": True}
+    model, told = type(model).from_pretrained(None, **wide_config, **options)
+    odd = {*told["unexpected_keys"], *told["missing_keys"]}
+    assert odd <= {"lm_head.weight"}, "all names were checked before"
     return model.eval(), " (with float8 weights that llamajax dequantized)"
 
 

@@ -19,6 +19,8 @@ Scores = Literal["softmax", "sigmoid"]
 Tokens = Literal["batch", "row"]
 BIAS = "layers.mlp.bias"
 """Name of the experts' biases, which no gradient moves."""
+OF_A_RUN = ("balance_loss", "balance_over", "z_loss", "capacity_factor", "kernel")
+"""Settings that say how a run trains experts; they do not come from weights, and weights do not depend on them."""
 ExpertKernel = Literal["auto", "pallas", "tokamax", "plain"]
 
 

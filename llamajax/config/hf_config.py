@@ -4,9 +4,11 @@ import json
 from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from llamajax.config.architectures import ARCHITECTURES, LLAMA, MISTRAL, Architecture, architecture_of
+from llamajax.config.architectures import ARCHITECTURES, REFUSED, Architecture, architecture_of
+from llamajax.config.experts import ExpertsConfig
+from llamajax.config.hf_experts import expert_fields, read_experts
 from llamajax.config.hf_rope import read_rope, rope_fields
 from llamajax.config.json_file import read_json
 from llamajax.config.model import DType, Head, ModelConfig, shortest_round
@@ -58,11 +60,19 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
             raise ConfigError(f"{path}: {key}: must be true or false, not {show(str(value))}; correct it")
         return value
 
-    attention_bias, mlp_bias = (key in architecture.biases and flag(key) for key in ("attention_bias", "mlp_bias"))
+    keys = ("qkv_bias", "attention_bias", "mlp_bias")
+    qkv_bias, attention_bias, mlp_bias = (key in architecture.biases and flag(key) for key in keys)
     max_seq_len = number("max_position_embeddings")
-    theta, scaling = read_rope(body, max_seq_len, path)
+    theta, scaling = read_rope(body, max_seq_len, path, architecture.rope_theta)
     num_heads, embed_dim = number("num_attention_heads"), number("hidden_size")
+    head_dim = number("head_dim", embed_dim // num_heads)
+    if not architecture.own_head_dim and num_heads * head_dim != embed_dim:
+        rule = f"{head_dim} x num_attention_heads={num_heads} must be hidden_size={embed_dim} in a {architecture.name}"
+        raise ConfigError(f"{path}: head_dim: {rule}")
     try:
+        experts = (
+            ExpertsConfig() if (family := architecture.experts) is None else read_experts(body, family, number, flag, path)
+        )
         config = ModelConfig(
             vocab_size=number("vocab_size"),
             embed_dim=embed_dim,
@@ -70,16 +80,18 @@ def read_hf_config(body: dict[str, Any], path: Path, param_dtype: DType) -> tupl
             num_layers=number("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=number("num_key_value_heads", num_heads),
-            head_dim=number("head_dim", embed_dim // num_heads),
+            head_dim=head_dim,
             max_seq_len=max_seq_len,
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=number("rms_norm_eps", 1e-6, float),
             **_read_windows(body, architecture, path),
-            qkv_bias=architecture.qkv_bias or attention_bias,
+            qkv_bias=architecture.qkv_bias or qkv_bias or attention_bias,
             output_bias=attention_bias,
             mlp_bias=mlp_bias,
             qk_norm=architecture.qk_norm,
+            qk_norm_across_heads=architecture.qk_norm_across_heads,
+            experts=experts,
             tie_embeddings=flag("tie_word_embeddings"),
             head=head,
             init_std=number("initializer_range", 0.02, float),
@@ -97,13 +109,15 @@ def _read_architecture(body: dict[str, Any], path: Path) -> tuple[Architecture, 
     """Returns the architecture and the head of the model; a score head if it has one label."""
     by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES}
     model_type = body.get("model_type")
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise ConfigError(f"{path}: model_type: {model_type} is not supported: {REFUSED[model_type]}")
     if not isinstance(model_type, str) or model_type not in by_type:
         raise ConfigError(
             f"{path}: model_type: {show(str(model_type))} is not one of {', '.join(by_type)}; no other model is supported"
         )
     architecture = by_type[model_type]
     class_names = body.get("architectures")
-    known: dict[str, Head] = {architecture.class_name(head): head for head in get_args(Head)}
+    known: dict[str, Head] = {architecture.class_name(head): head for head in architecture.heads}
     if class_names is not None and class_names not in [[name] for name in known]:
         either = " or ".join(f'["{name}"]' for name in known)
         raise ConfigError(f"{path}: architectures: {show(str(class_names))} must be {either}")
@@ -120,24 +134,29 @@ def _read_architecture(body: dict[str, Any], path: Path) -> tuple[Architecture, 
 
 
 def _read_windows(body: dict[str, Any], architecture: Architecture, path: Path) -> dict[str, Any]:
-    """Returns the sliding window and the layers that have it. A Mistral has it in all layers; a Qwen, on request, in those
-    that `layer_types` names, or else in those after `max_window_layers`."""
-    if architecture is LLAMA:
+    """Returns the sliding window and the layers that have it: for `by_layer_on_request` those that `layer_types` names, or
+    else those after `max_window_layers`; for `alternating_on_request` else every second layer before it."""
+    if architecture.windows == "none":
         return {}
     window, kinds, num_layers = body.get("sliding_window"), body.get("layer_types"), body["num_hidden_layers"]
-    if architecture is not MISTRAL:
+    if architecture.windows != "everywhere":
         if type(body.get("use_sliding_window", False)) is not bool:
             raise ConfigError(f"{path}: use_sliding_window: must be true or false; correct it")
         window = body.get("sliding_window", 4096) if body.get("use_sliding_window", False) else None
     if window is not None and (type(window) is not int or not 0 < window < 2**31):
         raise ConfigError(f"{path}: sliding_window: must be a positive whole number or null, not {show(str(window))}")
+    differ = architecture.windows in ("by_layer_on_request", "alternating_on_request")
     known = ["full_attention"] if window is None else ["sliding_attention"]
-    known += ["full_attention"] if window is not None and architecture is not MISTRAL else []
+    known += ["full_attention"] if window is not None and differ else []
     if kinds is None and len(known) > 1:
-        first = body.get("max_window_layers", 28)
-        if type(first) is not int:
-            raise ConfigError(f"{path}: max_window_layers: must be a whole number, not {show(str(first))}; correct it")
-        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
+        bound = body.get("max_window_layers", 28)
+        if type(bound) is not int:
+            raise ConfigError(f"{path}: max_window_layers: must be a whole number, not {show(str(bound))}; correct it")
+        by_layer = architecture.windows == "by_layer_on_request"
+        kinds = [
+            "sliding_attention" if (layer >= bound if by_layer else layer < bound and layer % 2 == 0) else "full_attention"
+            for layer in range(num_layers)
+        ]
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == num_layers and all(k in known for k in kinds)):
         rule = f"must be {' or '.join(known)} for each of the {num_layers} layers, as the other settings say"
         raise ConfigError(f"{path}: layer_types: {rule}")
@@ -186,13 +205,15 @@ def hf_config_of(
         architecture: the architecture to write; None: see `architecture_of`.
     """
     architecture = architecture or architecture_of(config)
-    biases = {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
+    biases = {"qkv_bias": config.qkv_bias, "attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
+    experts = {} if architecture.experts is None else expert_fields(config, architecture.experts)
     return {
         "architectures": [architecture.class_name(config.head)],
         "model_type": architecture.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
         "intermediate_size": config.mlp_dim,
+        **experts,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -215,10 +236,13 @@ def hf_config_of(
 
 def _window_fields(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     window, layers = config.sliding_window, range(config.num_layers)
-    if architecture is LLAMA:
-        return {}
-    if architecture is MISTRAL:
-        return {"sliding_window": window}
+    match architecture.windows:
+        case "none":
+            return {}
+        case "everywhere":
+            return {"sliding_window": window}
+        case "everywhere_on_request":
+            return {"use_sliding_window": window is not None, "sliding_window": window}
     kinds = [
         "full_attention" if of_layer is None else "sliding_attention" for _, of_layer in zip(layers, cycle(config.windows))
     ]

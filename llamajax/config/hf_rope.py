@@ -47,13 +47,16 @@ _MSCALES = {name: name for name in ("mscale", "mscale_all_dim")}
 """Settings from which yarn's attention_factor follows if it is left out."""
 
 
-def read_rope(body: Mapping[str, Any], max_seq_len: int, path: Path) -> tuple[float, RopeScalingConfig]:
+def read_rope(
+    body: Mapping[str, Any], max_seq_len: int, path: Path, default: float = 10000.0
+) -> tuple[float, RopeScalingConfig]:
     """Returns rope_theta and the scaling, from the fields of transformers 5 (`rope_parameters`), of 4, or of both.
 
     Args:
         body: content of the `config.json`.
         max_seq_len: its `max_position_embeddings`.
         path: the file, for messages.
+        default: rope_theta where it is left out.
 
     Raises:
         ConfigError: the fields contradict each other, or a setting is missing, wrong or not supported.
@@ -69,7 +72,7 @@ def read_rope(body: Mapping[str, Any], max_seq_len: int, path: Path) -> tuple[fl
             f"{path}: rope_theta: {show(str(old_theta))} contradicts rope_parameters.rope_theta, {show(str(new_theta))};"
             " keep the right one"
         )
-    theta = 10000.0 if new_theta is None else _positive(new_theta, "rope_theta", path)
+    theta = default if new_theta is None else _positive(new_theta, "rope_theta", path)
     scaling = _read_scaling(old or {}, "rope_scaling", body, max_seq_len, path)
     if new is not None:
         from_old, scaling = scaling, _read_scaling(new, "rope_parameters", body, max_seq_len, path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llamajax import disk
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.hf_config import CONFIG, read_hf_config
 from llamajax.config.hub import find_config, hub_model, is_on_hub, is_pin_of
 from llamajax.config.json_file import read_json
@@ -23,6 +24,9 @@ OF_THE_RUN = ("param_dtype", "compute_dtype", "matmul_dtype", "float8_exempt", "
 """Settings that say how a run computes; they do not come from the weights."""
 INHERITED = tuple(field.name for field in fields(ModelConfig) if field.name not in (*OF_THE_RUN, "preset"))
 """Settings that describe the model."""
+
+EXPERTS = tuple(field.name for field in fields(ExpertsConfig))
+"""Settings of experts, of which a run may set some and leave out others."""
 
 
 def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
@@ -56,7 +60,9 @@ def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
     begun = None if run_dir is None else _of_checkpoints(Path(os.path.expanduser(run_dir)))
     if begun is not None and is_pin_of(pinned := str(begun[1].get("init_from")), named):
         of_weights.content = pinned
-    if all(name in model.content for name in INHERITED):
+    own = model.content.get("experts")
+    of_experts = own.content if own is not None and isinstance(own.content, dict) else None
+    if all(name in model.content for name in INHERITED) and (of_experts is None or all(name in of_experts for name in EXPERTS)):
         return None
     weights = Path(os.path.expanduser(named))
     if begun is None and is_on_hub(named):
@@ -73,6 +79,9 @@ def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
     for name in INHERITED:
         if name in values and name not in model.content:
             model.content[name] = node_of(values[name], above)
+    if of_experts is not None:
+        for name, value in values.get("experts", {}).items():
+            of_experts.setdefault(name, node_of(value, above))
     return None if values else (place, _none_at(weights))
 
 

@@ -37,6 +37,8 @@ LAYER_WEIGHTS = (
     LayerWeight("attention.qkv_bias", "K C H", trait="qkv_bias"),
     LayerWeight("attention.q_norm.scale", "H", trait="qk_norm"),
     LayerWeight("attention.k_norm.scale", "H", trait="qk_norm"),
+    LayerWeight("attention.q_norm.scale", "K G H", trait="qk_norm_across_heads"),
+    LayerWeight("attention.k_norm.scale", "K 1 H", trait="qk_norm_across_heads"),
     LayerWeight("attention.wo", "D K G H", matmul="row", result="residual"),
     LayerWeight("attention.output_bias", "D", trait="output_bias"),
     LayerWeight("mlp_norm.scale", "D"),

@@ -120,6 +120,9 @@ class ModelConfig(Section):
     """Add learned biases to gate, input and output of the MLP, as Llamas with `mlp_bias` have."""
     qk_norm: bool = False
     """Apply RMSNorm to every head's queries and keys before the rotary positions (Qwen3)."""
+    qk_norm_across_heads: bool = False
+    """Apply RMSNorm to the queries of all heads at once, and to the keys of all heads, before the rotary positions (OLMoE).
+    It takes the place of `qk_norm`."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     """Experts in place of each layer's MLP."""
     tie_embeddings: bool = False
@@ -173,6 +176,8 @@ class ModelConfig(Section):
             yield f"rope_theta: {self.rope_theta} must be above 1 with rope_scaling.kind=yarn"
         if self.float8_exempt and self.matmul_dtype == "compute_dtype":
             yield "float8_exempt: has no effect with matmul_dtype=compute_dtype; set that to float8, or remove this"
+        if self.qk_norm and self.qk_norm_across_heads:
+            yield "qk_norm_across_heads: excludes qk_norm; remove one of them"
         yield from self.experts.undivided_layers(self.num_layers)
         if len(set(self.float8_exempt)) == len(MATRICES):
             yield "float8_exempt: leaves no matmul in float8; set matmul_dtype to compute_dtype, or name fewer matrices"

@@ -2,11 +2,11 @@
 
 The configuration selects the variations of other families: a sliding window (Mistral, arXiv:2310.06825), biases of queries,
 keys and values (Qwen2, arXiv:2407.10671) and of the output (Llama with `attention_bias`), and norms of queries and keys
-(Qwen3, arXiv:2505.09388).
+(Qwen3, arXiv:2505.09388), or of those of all heads at once (OLMoE, arXiv:2409.02060).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,10 +25,11 @@ from llamajax.model.layers import RMSNorm, normal, output_first, residual_std, w
 from llamajax.model.rope import RopeTable, apply_rope, score_factor
 from llamajax.parallel.matmul import gathered_matmul, scattered_matmul
 from llamajax.parallel.sharding import as_tuple, spec
-from llamajax.parallel.stages import is_staged
+from llamajax.parallel.stages import is_staged, merge, split
 from llamajax.parallel.token_share import by_share
-from llamajax.parallel.zero import weight
+from llamajax.parallel.zero import Dims, weight
 
+Arrange = Callable[[jax.Array, DTypeLike], jax.Array]
 KeyValue = tuple[Keys, Keys]
 """Keys, rotated by their positions, and values of some tokens."""
 
@@ -41,6 +42,23 @@ class Rows(NamedTuple):
     mask: Mask
     """Which keys a token sees."""
     seeds: Seeds | None = None
+
+
+class HeadsNorm(nnx.Module):
+    """RMSNorm of all heads' queries, or of all heads' keys, as one vector; its scale is [K, G, H] or [K, 1, H]."""
+
+    def __init__(self, shape: tuple[int, int, int], config: ModelConfig, stored: Dims, arrange: Arrange):
+        self.eps = config.norm_eps
+        self.arrange = arrange
+        self.scale = weight(shape, config.param_dtype, stored=stored, compute=None, init=jnp.ones)
+
+    def __call__(self, x: Float[Array, "B T J M H"]) -> Float[Array, "B T J M H"]:
+        """Returns the normed values in x's dtype; computed in fp32. Copies of a head leave the mean as it is."""
+        wide, scale = x.astype(jnp.float32), self.scale[...]
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=(-3, -2, -1), keepdims=True) + self.eps)
+        if is_staged(jax.typeof(scale).sharding.spec):
+            return merge(split(wide) * self.arrange(scale, jnp.float32)[:, None, None]).astype(x.dtype)
+        return (wide * self.arrange(scale[None], jnp.float32)[None]).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -71,8 +89,11 @@ class Attention(nnx.Module):
         bias = weight((K, G + 2, H), dtype, stored=heads, compute=None, init=jnp.zeros) if config.qkv_bias else None
         self.qkv_bias = bias
         self.output_bias = weight((D,), dtype, stored=(None,), compute=None, init=jnp.zeros) if config.output_bias else None
-        self.q_norm = RMSNorm(H, config) if config.qk_norm else None
-        self.k_norm = RMSNorm(H, config) if config.qk_norm else None
+        across = config.qk_norm_across_heads
+        q_norm = HeadsNorm((K, G, H), config, heads, _split_queries) if across else None
+        k_norm = HeadsNorm((K, 1, H), config, heads, _repeat_heads) if across else None
+        self.q_norm = RMSNorm(H, config) if config.qk_norm else q_norm
+        self.k_norm = RMSNorm(H, config) if config.qk_norm else k_norm
         self.q_adapter: Adapter | None = nnx.data(None)
         self.k_adapter: Adapter | None = nnx.data(None)
         self.v_adapter: Adapter | None = nnx.data(None)

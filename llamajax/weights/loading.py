@@ -51,7 +51,7 @@ def load_model(pretrained: Pretrained, config: ModelConfig, abstract: Llama | No
     weights, tree = jax.tree.flatten(abstract, is_leaf=_is_quantized)
     arrays = dict(zip(named_arrays({"model": abstract}, _is_quantized), weights, strict=True))
     if pretrained.tensors is not None:
-        leaves = [read_array(name, leaf, pretrained.tensors) for name, leaf in arrays.items()]
+        leaves = [read_array(name, leaf, pretrained.tensors, config) for name, leaf in arrays.items()]
     else:
         as_stored = concretise(_abstract_model(dataclasses.replace(config, param_dtype=pretrained.config.param_dtype)))
         as_stored = as_stored if has_head else _without_head(as_stored)
@@ -87,7 +87,7 @@ def load_adapters(pretrained: Pretrained, like: Llama) -> Llama:
     """
     arrays = named_arrays({"model": concretise(like)})
     if pretrained.tensors is not None:
-        leaves = [read_array(name, leaf, pretrained.tensors) for name, leaf in arrays.items()]
+        leaves = [read_array(name, leaf, pretrained.tensors, pretrained.config) for name, leaf in arrays.items()]
     else:
         stored = jnp.dtype(pretrained.config.param_dtype)
         as_stored = jax.tree.map(lambda leaf: leaf.update(dtype=stored), concretise(like))
@@ -143,32 +143,34 @@ def _are_finite(model: Llama) -> Llama:
 
 
 def read_array(
-    name: str, abstract: jax.ShapeDtypeStruct | Quantized, tensors: Mapping[str, Stored]
+    name: str, abstract: jax.ShapeDtypeStruct | Quantized, tensors: Mapping[str, Stored], config: ModelConfig
 ) -> jax.Array | Quantized:
     """Reads one of our arrays, with its type and sharding, from Hugging Face tensors; a stacked array is filled by layer,
     and a quantized one rounded by layer."""
     if isinstance(abstract, Quantized):
-        return _read_quantized(name, abstract, tensors)
+        return _read_quantized(name, abstract, tensors, config)
     sharding = abstract.sharding
     assert isinstance(sharding, NamedSharding)
     if not names.is_stacked(name):
-        return _place(abstract.shape, abstract.dtype, sharding, partial(names.from_hf, name, 0, tensors, abstract.shape))
+        read = partial(names.from_hf, name, 0, tensors, abstract.shape, config=config)
+        return _place(abstract.shape, abstract.dtype, sharding, read)
     array = _zeros(abstract.shape, abstract.dtype, sharding)
     of_layer, shape = NamedSharding(sharding.mesh, P(*sharding.spec[1:])), abstract.shape[1:]
     for layer in range(abstract.shape[0]):
-        read = partial(names.from_hf, name, layer, tensors, shape)
+        read = partial(names.from_hf, name, layer, tensors, shape, config=config)
         array = _set_layer(array, _place(shape, abstract.dtype, of_layer, read), layer)
         array.block_until_ready()  # without this the host reads ahead and holds more than one layer
     return array
 
 
-def _read_quantized(name: str, abstract: Quantized, tensors: Mapping[str, Stored]) -> Quantized:
+def _read_quantized(name: str, abstract: Quantized, tensors: Mapping[str, Stored], config: ModelConfig) -> Quantized:
     lies, shape = abstract.codes.sharding, abstract.shape[1:]
     assert isinstance(lies, NamedSharding)
     of_layer = NamedSharding(lies.mesh, P(*lies.spec[1:]))
 
     def layer(number: int) -> jax.Array:
-        return _place(shape, np.dtype(abstract.dtype), of_layer, partial(names.from_hf, name, number, tensors, shape))
+        read = partial(names.from_hf, name, number, tensors, shape, config=config)
+        return _place(shape, np.dtype(abstract.dtype), of_layer, read)
 
     return _filled(abstract, layer)
 

@@ -1,21 +1,27 @@
 """Maps our arrays to Hugging Face tensors and back, with one table for both directions.
 
-Our arrays stack all layers along a leading dimension L and fuse projections that are multiplied together. Hugging Face has
-one tensor per layer and projection, [out, in] as torch stores a linear layer. Both pair head dimension i with i + H/2 for
-rotary positions, so nothing is permuted. Adapters have the names that PEFT gives them.
+Our arrays stack layers along a leading dimension L, and those of experts along E after it; they fuse projections that are
+multiplied together. Hugging Face has one tensor per layer, expert and projection, [out, in] as torch stores a linear layer.
+Both pair head dimension i with i + H/2 for rotary positions, so nothing is permuted. A model with experts has its layers
+without experts in a stack of their own. Adapters have the names that PEFT gives them.
+
+Names are common to all architectures: those of Llama and of Qwen's experts. `Architecture.own_name` has the name in files.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from llamajax.config.adapters import PROJECTIONS, AdaptersConfig, Projection
-from llamajax.config.architectures import architecture_of
+from llamajax.config.architectures import Architecture, architecture_of
 from llamajax.config.model import Head, ModelConfig
 from llamajax.errors import ConfigError, show
 from llamajax.model import Llama
@@ -25,32 +31,50 @@ Box = tuple[slice, ...]
 """Start and stop in every dimension of an array."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor:
-    """A Hugging Face tensor, and the part of one of our arrays that it corresponds to."""
+    """A row of the table: a Hugging Face tensor, and the part of one of our arrays that it corresponds to."""
 
     hf_name: str
-    """Name of the tensor; `{layer}` is the layer number."""
+    """Name of the tensor; `{layer}` and `{expert}` are the numbers of layer and expert."""
     array: str
-    """Name of our array in a checkpoint."""
+    """Name of our array in a checkpoint; for `dense_layers`, that of `layers`."""
     part: tuple[int | slice, ...] = ()
-    """Index of the part within one layer's block of a stacked array."""
+    """Index of the part within a block of the array: all of it, one layer's, or one expert's."""
     in_dims: int | None = None
     """Number of leading dimensions of the part that are the input of a linear layer: 0 for a bias. None if the tensor equals
     the part, with all dimensions but the first merged."""
-    head: Head = "vocabulary"
-    """Kind of head that the tensor is, if it is one."""
+    head: Head | None = None
+    """Kind of head that the tensor is; None: it is none."""
+    experts: bool | None = None
+    """Whether the tensor is an MLP's matrix in layers with experts; None: it is no matrix of an MLP."""
+
+    @property
+    def num_leading(self) -> int:
+        """Number of dimensions of our array before a block: layers, and experts."""
+        return self.hf_name.count("{")
 
     @property
     def rows_dim(self) -> int:
-        """Dimension of our array, or of one layer of it, that the rows of the tensor run along."""
+        """Dimension of a block of our array that the rows of the tensor run along."""
         gone = [dim for dim, at in enumerate(self.part) if isinstance(at, int)]
         kept = (dim for dim in itertools.count() if dim not in gone)
         return next(itertools.islice(kept, self.in_dims or 0, None))
 
 
-_LAYER, _OURS, _HEAD = "model.layers.{layer}", "model.layers", "model.head"
-_SCORE = "score.weight"
+class Place(NamedTuple):
+    """Block of one of our arrays that holds a tensor."""
+
+    tensor: Tensor
+    array: str
+    index: tuple[int, ...]
+    """Number of the layer in its stack, and of the expert."""
+
+
+_LAYER, _OURS, _DENSE, _HEAD = "model.layers.{layer}", "model.layers", "model.dense_layers", "model.head"
+_EXPERT, _SHARED = f"{_LAYER}.mlp.experts.{{expert}}", f"{_LAYER}.mlp.shared_expert"
+_STACKED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+"""Names of the tensors in which transformers 5 stacks experts."""
 _ALL = slice(None)
 OF_PEFT = "base_model.model."
 """Prefix that PEFT puts before the names of a model's modules."""
@@ -78,24 +102,32 @@ TENSORS = (
     Tensor(f"{_LAYER}.self_attn.q_proj.bias", f"{_OURS}.attention.qkv_bias", (_ALL, slice(-2)), in_dims=0),
     Tensor(f"{_LAYER}.self_attn.k_proj.bias", f"{_OURS}.attention.qkv_bias", (_ALL, -2), in_dims=0),
     Tensor(f"{_LAYER}.self_attn.v_proj.bias", f"{_OURS}.attention.qkv_bias", (_ALL, -1), in_dims=0),
-    Tensor(f"{_LAYER}.self_attn.q_norm.weight", f"{_OURS}.attention.q_norm.scale"),
-    Tensor(f"{_LAYER}.self_attn.k_norm.weight", f"{_OURS}.attention.k_norm.scale"),
+    Tensor(f"{_LAYER}.self_attn.q_norm.weight", f"{_OURS}.attention.q_norm.scale", in_dims=0),
+    Tensor(f"{_LAYER}.self_attn.k_norm.weight", f"{_OURS}.attention.k_norm.scale", in_dims=0),
     Tensor(f"{_LAYER}.self_attn.o_proj.weight", f"{_OURS}.attention.wo"),
     Tensor(f"{_LAYER}.self_attn.o_proj.bias", f"{_OURS}.attention.output_bias"),
     Tensor(f"{_LAYER}.post_attention_layernorm.weight", f"{_OURS}.mlp_norm.scale"),
-    Tensor(f"{_LAYER}.mlp.gate_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 0), in_dims=1),
-    Tensor(f"{_LAYER}.mlp.up_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 1), in_dims=1),
+    Tensor(f"{_LAYER}.mlp.gate_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 0), in_dims=1, experts=False),
+    Tensor(f"{_LAYER}.mlp.up_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 1), in_dims=1, experts=False),
     Tensor(f"{_LAYER}.mlp.gate_proj.bias", f"{_OURS}.mlp.gate_up_bias", (0,)),
     Tensor(f"{_LAYER}.mlp.up_proj.bias", f"{_OURS}.mlp.gate_up_bias", (1,)),
-    Tensor(f"{_LAYER}.mlp.down_proj.weight", f"{_OURS}.mlp.w_down"),
+    Tensor(f"{_LAYER}.mlp.down_proj.weight", f"{_OURS}.mlp.w_down", experts=False),
     Tensor(f"{_LAYER}.mlp.down_proj.bias", f"{_OURS}.mlp.down_bias"),
+    Tensor(f"{_LAYER}.mlp.gate.weight", f"{_OURS}.mlp.router", in_dims=1),
+    Tensor(f"{_EXPERT}.gate_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 0), in_dims=1, experts=True),
+    Tensor(f"{_EXPERT}.up_proj.weight", f"{_OURS}.mlp.w_gate_up", (_ALL, 1), in_dims=1, experts=True),
+    Tensor(f"{_EXPERT}.down_proj.weight", f"{_OURS}.mlp.w_down", in_dims=1, experts=True),
+    Tensor(f"{_SHARED}.gate_proj.weight", f"{_OURS}.mlp.shared.w_gate_up", (_ALL, 0), in_dims=1),
+    Tensor(f"{_SHARED}.up_proj.weight", f"{_OURS}.mlp.shared.w_gate_up", (_ALL, 1), in_dims=1),
+    Tensor(f"{_SHARED}.down_proj.weight", f"{_OURS}.mlp.shared.w_down"),
+    Tensor(f"{_SHARED}_gate.weight", f"{_OURS}.mlp.shared_gate", in_dims=1),
     Tensor("model.norm.weight", "model.final_norm.scale"),
-    Tensor("lm_head.weight", _HEAD),
-    Tensor(_SCORE, _HEAD, head="score"),
+    Tensor("lm_head.weight", _HEAD, head="vocabulary"),
+    Tensor("score.weight", _HEAD, head="score"),
     *itertools.chain.from_iterable(map(_of_adapter, PROJECTIONS)),
 )
 """All tensors, in the order of a forward pass; then those of adapters. A model omits those it does not have: biases, q/k
-norms, a tied head; it has one kind of head at most."""
+norms, experts, a tied head; it has one kind of head at most."""
 
 
 @functools.cache
@@ -118,56 +150,143 @@ def is_adapter(array: str) -> bool:
 
 def is_stacked(array: str) -> bool:
     """Returns whether one of our arrays has a leading dimension L."""
-    return array.startswith(f"{_OURS}.")
+    return array.startswith((f"{_OURS}.", f"{_DENSE}."))
 
 
-def tensors_of(array: str, head: Head = "vocabulary") -> list[Tensor]:
-    """Returns the tensors that make up one of our arrays (or one layer of it) in a model with this kind of head."""
-    return [tensor for tensor in TENSORS if tensor.array == array and (array != _HEAD or tensor.head == head)]
+@functools.cache
+def tensors_of(array: str, config: ModelConfig) -> tuple[Tensor, ...]:
+    """Returns the tensors that make up a block of one of our arrays in a model."""
+    has_experts = config.experts.enabled and not array.startswith(f"{_DENSE}.")
+    known = array.replace(f"{_DENSE}.", f"{_OURS}.")
+    return tuple(
+        tensor
+        for tensor in TENSORS
+        if tensor.array == known and tensor.head in (None, config.head) and tensor.experts in (None, has_experts)
+    )
 
 
-def rows_dim(array: str) -> int:
-    """Returns the dimension of one of our arrays that the rows of its tensors run along."""
-    return tensors_of(array)[0].rows_dim + is_stacked(array)
+def num_leading(array: str, config: ModelConfig) -> int:
+    """Returns the number of dimensions of one of our arrays before a block: layers, and experts."""
+    return tensors_of(array, config)[0].num_leading
 
 
-def hf_shapes(config: ModelConfig, adapters: AdaptersConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every Hugging Face tensor by name, in the order of `TENSORS`, layer by layer.
+def split_dims(array: str, config: ModelConfig) -> tuple[int, ...]:
+    """Returns the dimensions of one of our arrays along which parts of it are read fastest: those before a block, and the
+    one that the rows of tensors run along."""
+    leading = num_leading(array, config)
+    return (*range(leading), leading + tensors_of(array, config)[0].rows_dim)
+
+
+@functools.cache
+def _stacks(config: ModelConfig) -> tuple[tuple[str, int], ...]:
+    """Returns for every layer of a model the stack that it belongs to, and its number there."""
+    dense = config.experts.dense_layers(config.num_layers) if config.experts.enabled else ()
+    counts = {_OURS: itertools.count(), _DENSE: itertools.count()}
+    stacks = [_DENSE if layer in dense else _OURS for layer in range(config.num_layers)]
+    return tuple((stack, next(counts[stack])) for stack in stacks)
+
+
+@functools.cache
+def _layers_of(stack: str, config: ModelConfig) -> tuple[int, ...]:
+    return tuple(layer for layer, (own, _) in enumerate(_stacks(config)) if own == stack)
+
+
+def name_of(tensor: Tensor, array: str, index: Sequence[int], config: ModelConfig) -> str:
+    """Returns the name of a tensor in a block of one of our arrays; see `Place.index`."""
+    if not index:
+        return tensor.hf_name
+    layers = _layers_of(_DENSE if array.startswith(f"{_DENSE}.") else _OURS, config)
+    return tensor.hf_name.format(layer=layers[index[0]], expert=index[-1])
+
+
+@functools.cache
+def places(config: ModelConfig, adapters: AdaptersConfig | None = None) -> Mapping[str, Place]:
+    """Returns the place of every Hugging Face tensor by name, in the order of `TENSORS`, by layer and by expert.
 
     Args:
         config: the model.
         adapters: adapters, for their tensors in place of the model's.
     """
     ours = our_shapes(config) if adapters is None else adapter_shapes(config, adapters)
-    shapes = {}
-    own = (tensor for tensor in TENSORS if tensor.array in ours and tensor in tensors_of(tensor.array, config.head))
-    for of_layer, some in itertools.groupby(own, key=lambda tensor: is_stacked(tensor.array)):
-        of_one = {}
-        for tensor in some:
-            in_dims = tensor.in_dims or 0
-            part = _part_shape(tensor, ours[tensor.array][of_layer:])
-            ins, outs = math.prod(part[:in_dims]), math.prod(part[in_dims:])
-            equal = (part[0], math.prod(part[1:])) if len(part) > 1 else part
-            of_one[tensor.hf_name] = equal if tensor.in_dims is None else (outs, ins) if in_dims else (outs,)
-        for layer in range(config.num_layers if of_layer else 1):
-            shapes |= {hf_name.format(layer=layer): shape for hf_name, shape in of_one.items()}
-    return shapes
+    found = {}
+    for of_layer, rows in _grouped(TENSORS, lambda tensor: is_stacked(tensor.array)):
+        for stack, *layer in _stacks(config) if of_layer else [(_OURS,)]:
+            arrays = {tensor: tensor.array.replace(_OURS, stack) for tensor in rows}
+            own = [tensor for tensor, array in arrays.items() if array in ours and tensor in tensors_of(array, config)]
+            for of_expert, some in _grouped(own, lambda tensor: bool(tensor.experts)):
+                for expert in range(config.experts.num_experts) if of_expert else [None]:
+                    index = (*layer, *([] if expert is None else [expert]))
+                    for tensor in some:
+                        found[name_of(tensor, arrays[tensor], index, config)] = Place(tensor, arrays[tensor], index)
+    return found
 
 
-def tensors_for(config: ModelConfig, found: Mapping[str, Stored], directory: Path) -> dict[str, Stored]:
-    """Returns the tensors in `directory` that the model consists of, after comparing names and shapes.
+def _grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], bool]) -> Iterator[tuple[bool, list[Tensor]]]:
+    for value, some in itertools.groupby(tensors, key):
+        yield value, list(some)
+
+
+def hf_shapes(config: ModelConfig, adapters: AdaptersConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every Hugging Face tensor by name; arguments and order as for `places`."""
+    ours = our_shapes(config) if adapters is None else adapter_shapes(config, adapters)
+
+    @functools.cache
+    def shape(tensor: Tensor, array: str) -> tuple[int, ...]:
+        in_dims, part = tensor.in_dims or 0, _part_shape(tensor, ours[array][tensor.num_leading :])
+        ins, outs = math.prod(part[:in_dims]), math.prod(part[in_dims:])
+        equal = (part[0], math.prod(part[1:])) if len(part) > 1 else part
+        return equal if tensor.in_dims is None else (outs, ins) if in_dims else (outs,)
+
+    return {name: shape(place.tensor, place.array) for name, place in places(config, adapters).items()}
+
+
+def in_common_names(found: Mapping[str, Stored], architecture: Architecture) -> dict[str, Stored]:
+    """Returns the tensors of files of an architecture by their common names, every expert's by itself."""
+    tensors = {}
+    for own_name, stored in found.items():
+        name = architecture.common_name(own_name)
+        if (stacked := _STACKED.fullmatch(name)) is not None and len(stored.shape) == 3:
+            tensors |= _unstacked(stacked[1], stacked[2], stored)
+        else:
+            tensors[name] = stored
+    return tensors
+
+
+def _unstacked(experts: str, name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
+    """Yields the tensors of experts that are stored in one: gates [F, D] and inputs [F, D] below each other, or outputs."""
+    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    num_experts, rows, columns = stored.shape
+    for expert in range(num_experts):
+        for number, part in enumerate(parts):
+            offset = stored.offset + (expert * len(parts) + number) * (stored.nbytes // (num_experts * len(parts)))
+            own = dataclasses.replace(stored, shape=(rows // len(parts), columns), offset=offset)
+            yield f"{experts}.{expert}.{part}.weight", own
+
+
+def tensors_for(
+    config: ModelConfig, found: Mapping[str, Stored], directory: Path, architecture: Architecture | None = None
+) -> dict[str, Stored]:
+    """Returns the tensors in `directory` that the model consists of, by common name, after comparing names and shapes.
+
+    Args:
+        config: the model.
+        found: all tensors of the directory, by the names in its files.
+        directory: for messages.
+        architecture: the architecture of the files; None: see `architecture_of`.
 
     Raises:
         ConfigError: a tensor is missing, has another shape, or belongs to another model.
     """
-    shapes = hf_shapes(config)
+    architecture = architecture or architecture_of(config)
+    shapes, found = hf_shapes(config), in_common_names(found, architecture)
     if missing := [name for name in shapes if name not in found]:
-        raise ConfigError(f"{directory}: {missing[0]} is missing, and {len(missing) - 1} more; download the whole model")
+        first = architecture.own_name(missing[0])
+        raise ConfigError(f"{directory}: {first} is missing, and {len(missing) - 1} more; download the whole model")
     for name, shape in shapes.items():
         if found[name].shape != shape:
             raise ConfigError(
-                f"{found[name].file}: {name} is {list(found[name].shape)}, but config.json asks for {list(shape)};"
-                " the files are from two models"
+                f"{found[name].file}: {architecture.own_name(name)} is {list(found[name].shape)}, but config.json asks for"
+                f" {list(shape)}; the files are from two models"
             )
     extra = [name for name in found if name not in shapes]
     if extra == ["lm_head.weight"] and not config.has_own_head:
@@ -177,9 +296,9 @@ def tensors_for(config: ModelConfig, found: Mapping[str, Stored], directory: Pat
                 " says tie_word_embeddings; correct one of them"
             )
     elif extra:
-        architecture = architecture_of(config).name
         more = f", and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise ConfigError(f"{found[extra[0]].file}: {show(extra[0])} is no tensor of a {architecture}{more}; remove it")
+        own_name = show(architecture.own_name(extra[0]))
+        raise ConfigError(f"{found[extra[0]].file}: {own_name} is no tensor of a {architecture.name}{more}; remove it")
     return {name: found[name] for name in shapes}
 
 
@@ -188,7 +307,7 @@ def _part_shape(tensor: Tensor, block_shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def to_hf(tensor: Tensor, part: np.ndarray) -> np.ndarray:
-    """Converts a part of our array (or of one layer of it) to its tensor, or rows of it; copies if it is transposed."""
+    """Converts a part of a block of our array to its tensor, or rows of it; copies if it is transposed."""
     if tensor.in_dims is None:
         return part.reshape(part.shape[0], -1) if part.ndim > 1 else part
     ins, outs = part.shape[: tensor.in_dims], part.shape[tensor.in_dims :]
@@ -198,13 +317,13 @@ def to_hf(tensor: Tensor, part: np.ndarray) -> np.ndarray:
 
 
 def first_row(tensor: Tensor, shape: tuple[int, ...], box: Box) -> int:
-    """Returns the row of the tensor at which a part of our array (or of one layer of it), of `shape`, begins."""
+    """Returns the row of the tensor at which a part of a block of our array, of `shape`, begins."""
     rows_in_one = 1 if tensor.in_dims is None else math.prod(_part_shape(tensor, shape)[tensor.in_dims + 1 :])
     return box[tensor.rows_dim].start * rows_in_one
 
 
 def part_index(tensor: Tensor, shape: tuple[int, ...], box: Box) -> tuple[slice | int, ...]:
-    """Returns the tensor's part of a box in our array (or in one layer of it), of `shape`, without negative numbers."""
+    """Returns the tensor's part of a box in a block of our array, of `shape`, without negative numbers."""
     index = zip(_index(tensor, len(shape)), box, shape, strict=True)
     return tuple(
         at % size if isinstance(at, int) else dim if at == _ALL else slice(*at.indices(size)) for at, dim, size in index
@@ -212,7 +331,13 @@ def part_index(tensor: Tensor, shape: tuple[int, ...], box: Box) -> tuple[slice 
 
 
 def from_hf(
-    array: str, layer: int, tensors: Mapping[str, Stored], shape: tuple[int, ...], box: Box, block: np.ndarray
+    array: str,
+    layer: int,
+    tensors: Mapping[str, Stored],
+    shape: tuple[int, ...],
+    box: Box,
+    block: np.ndarray,
+    config: ModelConfig,
 ) -> None:
     """Fills `block` with a part of one of our arrays or, if it is stacked, of one layer of it.
 
@@ -220,28 +345,39 @@ def from_hf(
 
     Args:
         array: name of our array in a checkpoint.
-        layer: the layer, if the array is stacked.
-        tensors: Hugging Face tensors by name.
+        layer: the layer's number in its stack, if the array is stacked.
+        tensors: Hugging Face tensors by common name.
         shape: shape of the array or, if it is stacked, of one layer of it.
         box: the part of `shape`; dimensions that `Tensor.part` slices are whole.
         block: destination of the box's shape, in any dtype.
+        config: the model.
     """
-    for tensor in tensors_of(array, "score" if _SCORE in tensors else "vocabulary"):
-        stored, in_dims = tensors[tensor.hf_name.format(layer=layer)], tensor.in_dims or 0
-        full = _part_shape(tensor, shape)
-        index = zip(_index(tensor, len(shape)), box, strict=True)
-        cut = [dim if at == _ALL else _ALL for at, dim in index if not isinstance(at, int)]
-        ins, outs = full[:in_dims], full[in_dims:]
-        rows = range(outs[0])[cut[in_dims]]
-        rows_in_one = 1 if tensor.in_dims is None else math.prod(outs[1:])
-        part = np.moveaxis(block[tensor.part], range(in_dims, len(full)), range(len(outs)))  # in the order of the tensor
-        step = max(1, _SLAB_BYTES * stored.shape[0] // (stored.nbytes * rows_in_one))
-        for at in range(0, len(rows), step):
-            slab = rows[at : at + step]
-            values = stored.read(slab.start * rows_in_one, slab.stop * rows_in_one).astype(block.dtype, copy=False)
-            values = values.reshape(len(slab), *outs[1:], *ins)[(_ALL, *cut[in_dims + 1 :], *cut[:in_dims])]
-            order = (range(len(outs)), range(in_dims, len(full)))
-            _copy(np.moveaxis(part[at : at + step], *order), np.moveaxis(values, *order))
+    index = (layer,) if is_stacked(array) else ()
+    for tensor in tensors_of(array, config):
+        if tensor.experts:
+            for expert, own in enumerate(block, box[0].start):
+                stored = tensors[name_of(tensor, array, (*index, expert), config)]
+                _read(tensor, stored, shape[1:], box[1:], own)
+        else:
+            _read(tensor, tensors[name_of(tensor, array, index, config)], shape, box, block)
+
+
+def _read(tensor: Tensor, stored: Stored, shape: tuple[int, ...], box: Box, block: np.ndarray) -> None:
+    """Fills the tensor's part of a box in a block of one of our arrays, of `shape`."""
+    in_dims, full = tensor.in_dims or 0, _part_shape(tensor, shape)
+    index = zip(_index(tensor, len(shape)), box, strict=True)
+    cut = [dim if at == _ALL else _ALL for at, dim in index if not isinstance(at, int)]
+    ins, outs = full[:in_dims], full[in_dims:]
+    rows = range(outs[0])[cut[in_dims]]
+    rows_in_one = 1 if tensor.in_dims is None else math.prod(outs[1:])
+    part = np.moveaxis(block[tensor.part], range(in_dims, len(full)), range(len(outs)))  # in the order of the tensor
+    step = max(1, _SLAB_BYTES * stored.shape[0] // (stored.nbytes * rows_in_one))
+    for at in range(0, len(rows), step):
+        slab = rows[at : at + step]
+        values = stored.read(slab.start * rows_in_one, slab.stop * rows_in_one).astype(block.dtype, copy=False)
+        values = values.reshape(len(slab), *outs[1:], *ins)[(_ALL, *cut[in_dims + 1 :], *cut[:in_dims])]
+        order = (range(len(outs)), range(in_dims, len(full)))
+        _copy(np.moveaxis(part[at : at + step], *order), np.moveaxis(values, *order))
 
 
 def _index(tensor: Tensor, num_dims: int) -> tuple[int | slice, ...]:

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 from llamajax import disk
 from llamajax.checkpoint.read import read_object
 from llamajax.checkpoint.steps import find_step
+from llamajax.config.architectures import architecture_of
+from llamajax.config.experts import OF_A_RUN
 from llamajax.config.file import settings_of
 from llamajax.config.hf_config import CONFIG, SPECIAL_TOKENS, is_hf_model, read_ends, read_hf_config, token_ids
 from llamajax.config.hub import is_on_hub
@@ -70,6 +72,7 @@ def open_pretrained(
             fields: dict[str, Any] = dict(meta["config"]["model"])
             # These settings belong to the training run, its data and its hardware, not to the model.
             fields |= {"attention_kernel": "auto", "matmul_dtype": "compute_dtype", "float8_exempt": ()}
+            fields["experts"] = {name: value for name, value in fields.get("experts", {}).items() if name not in OF_A_RUN}
             config = settings_of(ModelConfig, fields)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -151,7 +154,7 @@ def open_directory(path: Path, dtype: DType | None = None) -> Pretrained:
             f"{path / CONFIG}: describes {num_params(config):,} parameters, but the files hold {num_stored:,};"
             " download the whole model"
         )
-    tensors = names.tensors_for(config, tensors, path)
+    tensors = names.tensors_for(config, tensors, path, architecture_of(config, body["model_type"]))
     try:
         find_tokenizer(path)  # as training does
     except Exception as error:  # a damaged file makes the tokenizer libraries raise anything

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from llamajax.config import experts
 from llamajax.config.adapters import AdaptersConfig
 from llamajax.config.architectures import Architecture, architecture_of
 from llamajax.config.hf_config import SPECIAL_TOKENS, read_ends
@@ -20,7 +21,9 @@ from llamajax.weights.safetensors import Stored
 
 ExportDType = Literal["float32", "bfloat16", "float16"]
 
-MAY_DIFFER = (*OF_THE_RUN, "attend_across_documents", "init_std", "max_seq_len")
+MAY_DIFFER = (
+    *OF_THE_RUN, "attend_across_documents", "init_std", "max_seq_len", *(f"experts.{name}" for name in experts.OF_A_RUN),
+)  # fmt: skip
 """Model settings in which a run may differ from the weights that it starts from."""
 
 
@@ -104,7 +107,8 @@ class Pretrained:
         lines = []
         for key, (here, theirs) in self._differences(config).items():
             is_new_head = (key, here) == ("head", "score")
-            if key not in MAY_DIFFER and key not in changes and not is_new_head:
+            is_rate = key == "experts.bias_update_rate" and None not in (here, theirs)
+            if key not in MAY_DIFFER and key not in changes and not is_new_head and not is_rate:
                 remedy = f", or init_changes must name {key}" if key in get_args(InitChange) else ""
                 lines.append(f"model.{key}: {here} differs from {self.shown}; it must be {theirs}{remedy}")
         if lines:
@@ -143,7 +147,7 @@ class Pretrained:
 
     def _differences(self, config: ModelConfig) -> dict[str, tuple[Any, Any]]:
         """Returns settings in which a run's model differs: the run's value and this model's."""
-        here, theirs = dataclasses.asdict(config), dataclasses.asdict(self.config)
+        here, theirs = _settings(config), _settings(self.config)
         return {key: (here[key], theirs[key]) for key in here if here[key] != theirs[key]}
 
     def special_tokens(self) -> dict[str, Any]:
@@ -177,3 +181,12 @@ class Pretrained:
             DataError: the model has no tokenizer, or one that cannot be read.
         """
         return load_tokenizer(self.files)
+
+
+def _settings(config: ModelConfig) -> dict[str, Any]:
+    """Returns the settings of a model by key, those of its experts too, with the width that these have."""
+    values = dataclasses.asdict(config)
+    own = values.pop("experts")
+    if config.experts.enabled:
+        own["mlp_dim"] = own["mlp_dim"] or config.mlp_dim
+    return values | {f"experts.{name}": value for name, value in own.items()}

@@ -63,7 +63,8 @@ def _llamajax(task: Task, choice: Choice) -> dict[str, Any]:
     compiled, compile_s = _compiled(lambda: compile_with(lowered, compiler_options(run) if is_gpu else {}))
 
     tensors = names.tensors_for(config.model, open_weights(Path(task.weights)), Path(task.weights))
-    leaves = [read_array(name, leaf, tensors) for name, leaf in named_arrays({"model": abstract.model}).items()]
+    arrays = named_arrays({"model": abstract.model}).items()
+    leaves = [read_array(name, leaf, tensors, config.model) for name, leaf in arrays]
     model: Llama = jax.tree.unflatten(jax.tree.structure(abstract.model), leaves)
     state = init_state(config, model)
 
@@ -74,10 +75,9 @@ def _llamajax(task: Task, choice: Choice) -> dict[str, Any]:
 
     def squares() -> Iterator[tuple[str, float]]:
         arrays = {f"model.{name}": moment for name, moment in moments(state.opt_state, state.model)[0].items()}
-        for tensor in names.TENSORS:
-            if tensor.array in arrays:
-                part = (*(slice(None),) * names.is_stacked(tensor.array), *tensor.part)
-                yield tensor.hf_name, _sum_of_squares(arrays[tensor.array], part)
+        for array, moment in arrays.items():
+            for tensor in names.tensors_of(array, config.model):
+                yield tensor.hf_name, _sum_of_squares(moment, (*(slice(None),) * tensor.num_leading, *tensor.part))
 
     told, _ = attention_kernel(run, compute_capability())
     return _measured(case, _batches(case, choice, batch_sharding()), step, squares) | {

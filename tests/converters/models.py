@@ -10,6 +10,7 @@ import safetensors.numpy
 
 from converters.arguments import hf_arguments
 from converters.convert import main
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.hf_config import hf_config_of
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 
@@ -47,7 +48,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-score": {"num_kv_heads": 2, "head": "score", "head_dim": 16, "qk_norm": True},
     "qwen3": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True},
     "qwen3-biases": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "qkv_bias": True, "output_bias": True},
+    "mixtral": {"num_kv_heads": 2, "sliding_window": 8, "rope_theta": 1e6, "experts": ExpertsConfig(num_experts=4)},
+    "qwen2-moe": {
+        "num_kv_heads": 2, "qkv_bias": True,
+        "experts": ExpertsConfig(
+            num_experts=6, top_k=3, mlp_dim=16, shared_mlp_dim=24, shared_gate=True, normalize=False, layer_step=2,
+            first_dense_layers=1,
+        ),
+    },
+    "qwen3-moe": {
+        "num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "experts": ExpertsConfig(num_experts=8, mlp_dim=16),
+    },
+    "olmoe": {
+        "num_kv_heads": 2, "qk_norm_across_heads": True, "experts": ExpertsConfig(num_experts=4, normalize=False),
+    },
+    "deepseek": {
+        "num_kv_heads": 2,
+        "experts": ExpertsConfig(num_experts=4, mlp_dim=16, shared_mlp_dim=32, normalize=False, first_dense_layers=1),
+    },
 }  # fmt: skip
+WITHOUT_CLASS = ("deepseek",)
+"""Variants of which transformers has no class."""
 
 
 def tiny(**changes: Any) -> ModelConfig:
@@ -70,10 +91,18 @@ def write_model(directory: Path, config: ModelConfig, dtype: Any = np.float32) -
         layer |= {"self_attn.o_proj.bias": (D,)}
     if config.mlp_bias:
         layer |= {"mlp.gate_proj.bias": (F,), "mlp.up_proj.bias": (F,), "mlp.down_proj.bias": (D,)}
+    if config.qk_norm_across_heads:
+        layer |= {"self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (kv,)}
     if config.qk_norm:
         layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
     shapes = {"model.embed_tokens.weight": (config.vocab_size, D), "model.norm.weight": (D,)}
-    shapes |= {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    body, experts, dense = hf_config_of(config, SPECIAL, ""), config.experts, config.experts.dense_layers(config.num_layers)
+    for i in range(config.num_layers):
+        own = layer
+        if experts.enabled and i not in dense:
+            own = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
+            own |= _experts(body["model_type"], experts.num_experts, D, experts.mlp_dim or F, experts.shared_mlp_dim)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
     if config.has_own_head:
         shapes |= {"score.weight" if config.head == "score" else "lm_head.weight": (config.head_rows, D)}
     weights = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
@@ -82,6 +111,22 @@ def write_model(directory: Path, config: ModelConfig, dtype: Any = np.float32) -
     name = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16"}.get(np.dtype(dtype), "bfloat16")
     (directory / "config.json").write_text(json.dumps(hf_config_of(config, SPECIAL, name)))
     return weights
+
+
+def _experts(model_type: str, num_experts: int, D: int, F: int, shared: int) -> dict[str, tuple[int, ...]]:
+    """A layer's experts in the names of published checkpoints."""
+    room, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2") if model_type == "mixtral" else (
+        "mlp", "gate_proj", "up_proj", "down_proj"
+    )  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {f"{room}.gate.weight": (num_experts, D)}
+    for i in range(num_experts):
+        mlp = {gate: (F, D), up: (F, D), down: (D, F)}
+        shapes |= {f"{room}.experts.{i}.{name}.weight": shape for name, shape in mlp.items()}
+    if shared:
+        name = {"qwen2_moe": "mlp.shared_expert", "deepseek": "mlp.shared_experts"}[model_type]
+        mlp = {"gate_proj": (shared, D), "up_proj": (shared, D), "down_proj": (D, shared)}
+        shapes |= {f"{name}.{part}.weight": shape for part, shape in mlp.items()}
+    return shapes | ({"mlp.shared_expert_gate.weight": (1, D)} if model_type == "qwen2_moe" else {})
 
 
 def shard(directory: Path) -> None:

@@ -30,6 +30,7 @@ from tests.converters.models import (
     SPECIAL,
     TINY,
     VARIANTS,
+    WITHOUT_CLASS,
     assert_same_bits,
     convert,
     read_weights,
@@ -273,13 +274,17 @@ def test_what_transformers_refuses_is_told_in_a_line(variant, odd, tmp_path, cap
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-IN_TRANSFORMERS = ("linear-scaling", "llama3.2", "mistral", "qwen2-window", "qwen3")
+IN_TRANSFORMERS = ("linear-scaling", "llama3.2", "mistral", "qwen2-window", "qwen3", "qwen3-moe")
 WITH_SCORES = tuple(name for name in VARIANTS if VARIANTS[name].get("head") == "score")
 
 
 @pytest.mark.parametrize(
     "variant",
-    [name if name in IN_TRANSFORMERS else pytest.param(name, marks=SLOW) for name in VARIANTS if name not in WITH_SCORES],
+    [
+        name if name in IN_TRANSFORMERS else pytest.param(name, marks=SLOW)
+        for name in VARIANTS
+        if name not in (*WITH_SCORES, *WITHOUT_CLASS)
+    ],
 )
 def test_logits_of_transformers_own_models(variant, tmp_path, capsys):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

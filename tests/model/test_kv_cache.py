@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
@@ -40,6 +41,17 @@ VARIANTS = {
         GROUPED, sliding_window=5, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, tie_embeddings=True
     ),
 }
+WITH_EXPERTS = {
+    "experts": dataclasses.replace(
+        GROUPED,
+        qk_norm_across_heads=True,
+        experts=ExpertsConfig(num_experts=8, top_k=3, mlp_dim=16, shared_mlp_dim=16, shared_gate=True, normalize=False),
+    ),
+    "experts among dense": dataclasses.replace(
+        GROUPED, num_layers=3, experts=ExpertsConfig(num_experts=8, top_k=2, mlp_dim=16, first_dense_layers=1)
+    ),
+}
+ALL = VARIANTS | WITH_EXPERTS
 MESHES = {
     "mixed": MeshConfig(fsdp=2, sequence=2, tensor=2),
     "replicas": MeshConfig(data=2, tensor=4),
@@ -48,6 +60,10 @@ MESHES = {
     "data": MeshConfig(data=8),
     "sequence": MeshConfig(sequence=8),
     "wide": MeshConfig(data=2, fsdp=2, tensor=2),
+}
+MESHES_OF_EXPERTS = {
+    "expert": MeshConfig(fsdp=1, expert=8),
+    "expert, fsdp, tensor": MeshConfig(fsdp=2, expert=2, tensor=2),
 }
 B, T, S = 8, 8, 18
 LENGTHS = np.array([8, 1, 5, 7, 3, 2, 6, 4], np.int32)
@@ -74,7 +90,7 @@ def _llama(config: ModelConfig) -> Llama:
 def _by_recomputation(variant: str) -> tuple[np.ndarray, np.ndarray]:
     """Greedy tokens [B, NUM_STEPS] and the logits [B, NUM_STEPS, V] they were chosen by, reading all tokens every time."""
     jax.set_mesh(single_device_mesh())
-    model, forward = _llama(VARIANTS[variant]), jax.jit(lambda model, tokens: model(tokens))
+    model, forward = _llama(ALL[variant]), jax.jit(lambda model, tokens: model(tokens))
     tokens, lengths, logits = np.zeros((B, T + NUM_STEPS), np.int32), LENGTHS.copy(), []
     tokens[:, :T] = PROMPTS
     for _ in range(NUM_STEPS):
@@ -108,22 +124,27 @@ def _cases():
             everyday |= (variant, axes) in (("odd", "replicas"), ("turns", "mixed"))
             sampled = number % (len(MESHES) + 1) == place or place % len(VARIANTS) == number
             yield pytest.param(variant, axes, marks=() if everyday else pytest.mark.slow if sampled else pytest.mark.long)
+    for variant in WITH_EXPERTS:
+        for axes in ("one-device", *MESHES, *MESHES_OF_EXPERTS):
+            everyday = (variant, axes) == ("experts", "expert, fsdp, tensor")
+            sampled = axes in ("one-device", "mixed", "fsdp") or axes in MESHES_OF_EXPERTS
+            yield pytest.param(variant, axes, marks=() if everyday else pytest.mark.slow if sampled else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("variant", "axes"), list(_cases()))
 def test_greedy_decoding_equals_reading_everything_again(variant: str, axes: str):
     """Prompts of eight lengths, each padded with tokens of its own."""
     expected_tokens, expected_logits = _by_recomputation(variant)
-    sizes = MESHES.get(axes)
+    sizes = (MESHES | MESHES_OF_EXPERTS).get(axes)
     jax.set_mesh(single_device_mesh() if sizes is None else mesh.make_mesh(sizes))
-    model = _llama(VARIANTS[variant])
+    model = _llama(ALL[variant])
     tokens, logits = _read(model, PROMPTS, LENGTHS, KVCache.empty(model.config, B, S))
     assert np.std(expected_logits) > 0.3
     np.testing.assert_array_equal(tokens, expected_tokens)
     np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["all", pytest.param("turns", marks=pytest.mark.long)])
+@pytest.mark.parametrize("variant", ["all", *(pytest.param(name, marks=pytest.mark.long) for name in ("turns", "experts"))])
 @pytest.mark.parametrize(
     "axes", ["mixed", pytest.param("sequence", marks=pytest.mark.slow), pytest.param("wide", marks=pytest.mark.long)]
 )
@@ -133,7 +154,7 @@ def test_rows_read_in_parts_in_any_order_are_read_as_whole(axes: str, variant: s
     _, expected = _by_recomputation(variant)
     sizes = mesh.make_mesh(MESHES[axes])
     jax.set_mesh(sizes)
-    model = _llama(VARIANTS[variant])
+    model = _llama(ALL[variant])
     num_shards = sizes.shape["data"] * sizes.shape["fsdp"]
     first, own = np.arange(num_shards) * (B // num_shards), B // num_shards
 

@@ -1,15 +1,18 @@
-"""Logits and every gradient equal those of transformers' own Llama, Mistral, Qwen2 and Qwen3, on random weights."""
+"""Logits and every gradient equal those of transformers' own models, on random weights."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.model import Llama
+from llamajax.model.experts import Experts
 from llamajax.parallel import mesh
 from llamajax.parallel.zero import PreparedWeights
 from llamajax.step.batch import IGNORE
@@ -63,6 +66,22 @@ VARIANTS = {
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6},
     "qwen3-tied": {"qk_norm": True, "tie_embeddings": True},
     "qwen3-upper": {"qk_norm": True, "sliding_window": 3, "layer_types": ("full_attention", "sliding_attention")},
+    "mixtral": {"num_kv_heads": 2, "sliding_window": 5, "experts": ExpertsConfig(num_experts=4)},
+    "qwen2-moe": {
+        "num_kv_heads": 2,
+        "qkv_bias": True,
+        "num_layers": 4,
+        "experts": ExpertsConfig(
+            num_experts=6, top_k=3, mlp_dim=16, shared_mlp_dim=24, shared_gate=True, normalize=False, layer_step=2
+        ),
+    },
+    "qwen3-moe": {
+        "num_kv_heads": 2,
+        "qk_norm": True,
+        "head_dim": 16,
+        "experts": ExpertsConfig(num_experts=8, top_k=3, mlp_dim=16, first_dense_layers=1),
+    },
+    "olmoe": {"num_kv_heads": 2, "qk_norm_across_heads": True, "experts": ExpertsConfig(num_experts=4, normalize=False)},
 }
 LEFT_TO_SLOW = (
     "llama2-70b",
@@ -104,56 +123,95 @@ def _llama(config: ModelConfig) -> Llama:
 
 def _hf_arrays(model: Llama) -> dict[str, np.ndarray]:
     """Parameters, or gradients of their shape, under Hugging Face names and in Hugging Face layouts."""
-    config, layers = model.config, model.layers
-    D, F, H = config.embed_dim, config.mlp_dim, config.head_dim
+    config = model.config
+    dense = config.experts.dense_layers(config.num_layers) if config.experts.enabled else ()
+    sparse = [n for n in range(config.num_layers) if n not in dense]
+    D, H = config.embed_dim, config.head_dim
     arrays = {"model.embed_tokens.weight": model.embedding[...], "model.norm.weight": model.final_norm.scale[...]}
     if model.head is not None:
         arrays["lm_head.weight"] = model.head[...]
-    for i in range(config.num_layers):
+    for n in range(config.num_layers):
+        layers, i = (model.dense_layers, dense.index(n)) if n in dense else (model.layers, sparse.index(n))
         wqkv = np.asarray(layers.attention.wqkv[...])[i]
-        gate_up = np.asarray(layers.mlp.w_gate_up[...])[i]
         arrays |= {
-            f"model.layers.{i}.input_layernorm.weight": np.asarray(layers.attention_norm.scale[...])[i],
-            f"model.layers.{i}.self_attn.q_proj.weight": wqkv[:, :, :-2].reshape(D, -1).T,
-            f"model.layers.{i}.self_attn.k_proj.weight": wqkv[:, :, -2].reshape(D, -1).T,
-            f"model.layers.{i}.self_attn.v_proj.weight": wqkv[:, :, -1].reshape(D, -1).T,
-            f"model.layers.{i}.self_attn.o_proj.weight": np.asarray(layers.attention.wo[...])[i].reshape(D, -1),
-            f"model.layers.{i}.post_attention_layernorm.weight": np.asarray(layers.mlp_norm.scale[...])[i],
-            f"model.layers.{i}.mlp.gate_proj.weight": gate_up[:, 0].T,
-            f"model.layers.{i}.mlp.up_proj.weight": gate_up[:, 1].T,
-            f"model.layers.{i}.mlp.down_proj.weight": np.asarray(layers.mlp.w_down[...])[i],
+            f"model.layers.{n}.input_layernorm.weight": np.asarray(layers.attention_norm.scale[...])[i],
+            f"model.layers.{n}.self_attn.q_proj.weight": wqkv[:, :, :-2].reshape(D, -1).T,
+            f"model.layers.{n}.self_attn.k_proj.weight": wqkv[:, :, -2].reshape(D, -1).T,
+            f"model.layers.{n}.self_attn.v_proj.weight": wqkv[:, :, -1].reshape(D, -1).T,
+            f"model.layers.{n}.self_attn.o_proj.weight": np.asarray(layers.attention.wo[...])[i].reshape(D, -1),
+            f"model.layers.{n}.post_attention_layernorm.weight": np.asarray(layers.mlp_norm.scale[...])[i],
+            **{f"model.layers.{n}.mlp.{name}": array for name, array in _mlp_arrays(layers.mlp, i).items()},
         }
         if layers.attention.qkv_bias is not None:
             bias = np.asarray(layers.attention.qkv_bias[...])[i]
             arrays |= {
-                f"model.layers.{i}.self_attn.q_proj.bias": bias[:, :-2].reshape(-1),
-                f"model.layers.{i}.self_attn.k_proj.bias": bias[:, -2].reshape(-1),
-                f"model.layers.{i}.self_attn.v_proj.bias": bias[:, -1].reshape(-1),
+                f"model.layers.{n}.self_attn.q_proj.bias": bias[:, :-2].reshape(-1),
+                f"model.layers.{n}.self_attn.k_proj.bias": bias[:, -2].reshape(-1),
+                f"model.layers.{n}.self_attn.v_proj.bias": bias[:, -1].reshape(-1),
             }
         if layers.attention.output_bias is not None:
-            arrays[f"model.layers.{i}.self_attn.o_proj.bias"] = np.asarray(layers.attention.output_bias[...])[i]
-        if layers.mlp.gate_up_bias is not None and layers.mlp.down_bias is not None:
-            gate_up_bias = np.asarray(layers.mlp.gate_up_bias[...])[i]
-            arrays |= {
-                f"model.layers.{i}.mlp.gate_proj.bias": gate_up_bias[0],
-                f"model.layers.{i}.mlp.up_proj.bias": gate_up_bias[1],
-                f"model.layers.{i}.mlp.down_proj.bias": np.asarray(layers.mlp.down_bias[...])[i],
-            }
+            arrays[f"model.layers.{n}.self_attn.o_proj.bias"] = np.asarray(layers.attention.output_bias[...])[i]
         if layers.attention.q_norm is not None and layers.attention.k_norm is not None:
             arrays |= {
-                f"model.layers.{i}.self_attn.q_norm.weight": np.asarray(layers.attention.q_norm.scale[...])[i],
-                f"model.layers.{i}.self_attn.k_norm.weight": np.asarray(layers.attention.k_norm.scale[...])[i],
+                f"model.layers.{n}.self_attn.q_norm.weight": np.asarray(layers.attention.q_norm.scale[...])[i].reshape(-1),
+                f"model.layers.{n}.self_attn.k_norm.weight": np.asarray(layers.attention.k_norm.scale[...])[i].reshape(-1),
             }
         assert wqkv.shape[-1] == H
-        assert gate_up.shape[-1] == F
     return {name: np.asarray(array) for name, array in arrays.items()}
+
+
+def _mlp_arrays(mlp: Any, i: int) -> dict[str, np.ndarray]:
+    """A layer's MLP, or its experts, stacked as transformers 5 has them."""
+    gate_up, down = np.asarray(mlp.w_gate_up[...])[i], np.asarray(mlp.w_down[...])[i]
+    if isinstance(mlp, Experts):
+        E, D, _, F = gate_up.shape
+        arrays = {
+            "gate.weight": np.asarray(mlp.router[...])[i].T,
+            "experts.gate_up_proj": gate_up.transpose(0, 2, 3, 1).reshape(E, 2 * F, D),
+            "experts.down_proj": down.transpose(0, 2, 1),
+        }
+        if mlp.shared is not None and mlp.shared_gate is not None:
+            arrays |= {f"shared_expert.{name}": array for name, array in _mlp_arrays(mlp.shared, i).items()}
+            arrays["shared_expert_gate.weight"] = np.asarray(mlp.shared_gate[...])[i].T
+        return arrays
+    arrays = {"gate_proj.weight": gate_up[:, 0].T, "up_proj.weight": gate_up[:, 1].T, "down_proj.weight": down}
+    if mlp.gate_up_bias is not None and mlp.down_bias is not None:
+        gate_bias, up_bias = np.asarray(mlp.gate_up_bias[...])[i]
+        arrays |= {
+            "gate_proj.bias": gate_bias,
+            "up_proj.bias": up_bias,
+            "down_proj.bias": np.asarray(mlp.down_bias[...])[i],
+        }
+    return arrays
+
+
+def _hf_experts(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """The family with such experts, and its settings."""
+    own = config.experts
+    width = own.mlp_dim or config.mlp_dim
+    kind: dict[str, Any] = {
+        "num_experts_per_tok": own.top_k,
+        "norm_topk_prob": own.normalize,
+        "num_experts": own.num_experts,
+    }
+    of_qwen = {"moe_intermediate_size": width, "mlp_only_layers": [*own.dense_layers(config.num_layers)]}
+    if own.shared_gate:
+        return "Qwen2Moe", kind | of_qwen | {"shared_expert_intermediate_size": own.shared_mlp_dim}
+    if config.qk_norm:
+        return "Qwen3Moe", kind | of_qwen
+    if config.qk_norm_across_heads:
+        return "Olmoe", kind
+    of_mixtral = {"num_local_experts": own.num_experts, "sliding_window": config.sliding_window}
+    return "Mixtral", {"num_experts_per_tok": own.top_k, **of_mixtral}
 
 
 def _hf_llama(model: Llama):
     """transformers' model of the same kind with the same weights."""
     config = model.config
     family, kind = "Llama", {}
-    if config.sliding_window is not None and not config.layer_types:
+    if config.experts.enabled:
+        family, kind = _hf_experts(config)
+    elif config.sliding_window is not None and not config.layer_types:
         family, kind = "Mistral", {"sliding_window": config.sliding_window}
     elif config.qk_norm:
         family, kind = "Qwen3", {"attention_bias": config.output_bias}
@@ -260,7 +318,10 @@ def test_logits_and_gradients_equal_transformers(variant: str):
     _assert_parity(model, loss, logits, gradients)
 
 
-ON_A_MESH = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3.1", "qwen3", "mistral", "biases"))]
+ON_A_MESH = [
+    "qwen2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3.1", "qwen3", "mistral", "biases", "olmoe", "mixtral")),
+]
 
 
 @pytest.mark.parametrize("variant", ON_A_MESH)
