@@ -1,8 +1,11 @@
-"""Products of tokens with their experts' matrices, by every kernel that runs here, against the definition; and the kernels in
-Pallas as XLA compiles them for GPUs."""
+"""Products of tokens with their experts' matrices, by every kernel that runs here, against the definition; and the kernels
+as XLA compiles them for GPUs."""
 
+import contextlib
 import dataclasses
 import functools
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -112,13 +115,32 @@ def definition() -> Any:
     ],
 )
 def test_results_and_gradients_are_those_of_the_definition(kernel: ExpertKernel, dtype: str, bound: float, sizes: str):
-    groups = groups_of(SIZES[sizes])
-    found, expected = results(kernel, dtype)(groups), definition()(experts_of(groups))
+    check(results(kernel, dtype), groups_of(SIZES[sizes]), bound)
+
+
+def check(results: Any, groups: Groups, bound: float) -> None:
+    found, expected = results(groups), definition()(experts_of(groups))
     for name, own, true in zip(("y", "x", "weights", "w_gate_up", "w_down"), found, expected, strict=True):
         true = np.asarray(true)
         np.testing.assert_allclose(
             np.asarray(own, np.float32), true, rtol=0, atol=bound * max(np.abs(true).max(), 1e-3), err_msg=name
         )
+
+
+def test_tokamax_is_asked_for_the_same_products(monkeypatch):
+    """With rows in their order, by a stand-in that leaves rows of no expert unwritten and sums zeros times them."""
+
+    def stand_in(x: jax.Array, y: jax.Array, sizes: jax.Array, dims: Any, *, implementation: str, **how: Any) -> jax.Array:
+        assert implementation == "mosaic"
+        product = jax.lax.ragged_dot_general(x, y, sizes, dims, **how)
+        if not dims.rhs_group_dimensions:
+            return product + jnp.sum(0 * x) + jnp.sum(0 * y)
+        return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), product, jnp.nan)
+
+    settings = SimpleNamespace(ignore_autotuning_cache=lambda _: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(ragged_dot_general=stand_in, config=settings))
+    monkeypatch.setattr(grouped, "grouped_form", lambda *_: "tokamax")
+    check(results.__wrapped__("tokamax", "float32"), groups_of(SIZES["uneven"]), 1e-5)
 
 
 def test_a_tile_is_visited_once_for_every_expert_in_it():
