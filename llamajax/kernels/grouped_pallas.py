@@ -116,7 +116,7 @@ def _call(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Runs a kernel on indices, the factor of its sums, and two arrays."""
+    """Runs a kernel on the factor of its sums, indices, and two arrays."""
     dtype, scale = factors[0].dtype, jnp.ones(1, jnp.float32)
     for factor in factors:
         scale = scale * factor.scale.reshape(1) if isinstance(factor, Float8) else scale
@@ -131,16 +131,16 @@ def _call(
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=2 if x.dtype == jnp.float32 else 3),
         interpret=interpret,
         name=name,
-    )(*indices, scale, x, y)
+    )(scale, *indices, x, y)
 
 
 def _times(
+    scale: Any,
     expert: Any,
     tile: Any,
     bounds: Any,
     count: Any,
     order: Any,
-    scale: Any,
     x: Any,
     w: Any,
     out: Any,
@@ -179,9 +179,9 @@ def _times(
 
 
 def _weight_gradients(
+    scale: Any,
     bounds: Any,
     order: Any,
-    scale: Any,
     x: Any,
     dy: Any,
     out: Any,
@@ -267,5 +267,4 @@ def _tile(size: int, most: int) -> int:
 def _like(shape: tuple[int, ...], dtype: DTypeLike, *arrays: jax.Array) -> jax.ShapeDtypeStruct:
     """Returns a result that varies over all axes over which an argument does."""
     varying = frozenset[str]().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    kind = jax.sharding.ManualAxisType(varying=varying) if varying else None
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))

@@ -4,7 +4,9 @@ as XLA compiles them for GPUs."""
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from llamajax.config.experts import ExpertKernel
-from llamajax.config.parallel import MeshConfig
+from llamajax.config.parallel import AXES, MeshConfig
+from llamajax.estimates.gpus import planned_gpu
 from llamajax.kernels import grouped
 from llamajax.kernels.grouped import Form, experts_on_rows
 from llamajax.kernels.grouped_pallas import Named, visits
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import E4M3, E5M2, Float8, rounded
 from llamajax.parallel.mesh import make_mesh
+from llamajax.planning.xla.compile import planned_mesh
+from llamajax.planning.xla.hlo import arrays
+from llamajax.planning.xla.parse import parse
+from tests.kernels.test_pallas import needs
+from tests.planning.plans import CONFIG
 
 R, M, E, I_, F = 330, 300, 4, 40, 72
 """Rows, places for them, experts, widths: none of them is a multiple of a tile."""
@@ -191,3 +200,71 @@ def test_products_in_float8_are_those_of_rounded_factors(form: Form, named: Name
         known = way(true)
         np.testing.assert_allclose(np.where(np.isnan(known), np.nan, own), known, rtol=0, atol=1e-4)
     np.testing.assert_allclose(d_w, np.einsum("RI,RF,RE->EIF", x8, d8, hot), rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "products"),
+    [
+        ("h100", "bfloat16", "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"),
+        ("h100", "float8", "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"),
+        ("a100-80gb", "bfloat16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"),
+        pytest.param("rtx-4090", "bfloat16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", marks=pytest.mark.long),
+        pytest.param("h100", "float32", "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32", marks=pytest.mark.long),
+    ],
+)
+def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products: str, tmp_path: Path):
+    """Four products of rows and two of matrices, forward and backward, on matrix units and without atomics; of an expert's
+    share of Qwen3-30B-A3B, with fewer rows."""
+    rows, places, experts, width, hidden = 10_000, 8192, 16, 2048, 768
+    config = CONFIG.changed({"hardware.gpu": gpu, "hardware.nodes": 1, "mesh": MeshConfig()})
+    devices = planned_mesh(config).devices
+    mesh = Mesh(devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    wide = "float32" if dtype == "float32" else "bfloat16"
+
+    @functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P())
+    def both_passes(x: jax.Array, weights: jax.Array, matrices: Any, groups: Groups, d: jax.Array) -> Any:
+        y, pull_back = jax.vjp(
+            lambda x, weights, own: experts_on_rows(x, weights, groups, *own, "auto"), x, weights, matrices
+        )
+        d_x, d_weights, d_matrices = pull_back(d)
+        return y, d_x, d_weights, [own.stand_in if isinstance(own, Float8) else own for own in d_matrices]
+
+    def like(shape: tuple[int, ...], dtype: str = wide) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P()))
+
+    def matrix(*shape: int) -> Any:
+        if dtype != "float8":
+            return like(shape)
+        return Float8(like(shape, "float8_e4m3fn"), like((), "float32"), jnp.dtype(wide), like(shape))
+
+    matrices = matrix(experts, width, 2, hidden), matrix(experts, hidden, width)
+    groups = Groups(*map(like, ((places,), (experts,), (rows,), (rows,)), ("int32", "int32", "bool", "int32")))
+    with jax.set_mesh(mesh), jax.default_device(devices.flat[0]):
+        lowered = jax.jit(both_passes).lower(
+            like((rows, width)), like((rows,), "float32"), matrices, groups, like((rows, width))
+        )
+        options: dict[str, Any] = {
+            "xla_backend_optimization_level": 3, "xla_dump_to": str(tmp_path),
+            "xla_dump_hlo_module_re": ".*both_passes.*", "xla_dump_emitter_re": "ptx",
+        }  # fmt: skip
+        text = lowered.compile(options).as_text()
+    assert text is not None
+    assert (text.count('name = "grouped_rows"'), text.count('name = "grouped_weights"')) == (4, 2)
+    made = {
+        array.dims for c in parse(text).computations.values() for i in c.instructions.values() for array in arrays(i.shape)
+    }
+    assert (rows, width) in made
+    assert (places, 2 * hidden) in made
+    assert (places, width) not in made
+    card = planned_gpu(config.hardware)
+    for name, of_block in needs(tmp_path, card, "grouped").items():
+        assert of_block.threads * of_block.registers <= 65_536, (name, of_block)
+        assert of_block.shared_bytes <= card.shared_memory_per_block, (name, of_block)
+        assert of_block.spilled == 0, (name, of_block)
+    kernels = [text for path in tmp_path.glob("*.ptx") if ".entry grouped_" in (text := path.read_text())]
+    assert len(kernels) == 6
+    for kernel in kernels:
+        assert products in kernel
+        assert not re.search(r"\b(atom|red)\.", kernel)
