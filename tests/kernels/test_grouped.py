@@ -153,12 +153,13 @@ def test_tokamax_is_asked_for_the_same_products(monkeypatch):
 
 
 def test_a_tile_is_visited_once_for_every_expert_in_it():
-    found = visits(jnp.asarray([5, 0, 170, 22, 0]), 300)
+    of_sizes = jax.jit(visits, static_argnums=1)
+    found = of_sizes(jnp.asarray([5, 0, 170, 22, 0]), 300)
     assert found.count[0] == 4
     assert list(zip(found.expert[:4].tolist(), found.tile[:4].tolist(), strict=True)) == [(0, 0), (2, 0), (2, 1), (3, 1)]
     assert found.bounds.tolist() == [0, 5, 5, 175, 197, 197]
-    for sizes in ([300, 0, 0], [99, 100, 101], [0, 0, 0]):
-        own = visits(jnp.asarray(sizes), 300)
+    for sizes in ([300, 0, 0, 0, 0], [99, 100, 0, 1, 100], [0, 0, 0, 0, 0]):
+        own = of_sizes(jnp.asarray(sizes), 300)
         assert own.count[0] <= len(own.tile)
 
 
