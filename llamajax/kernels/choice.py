@@ -214,7 +214,7 @@ def choose_grouped(asked: ExpertKernel, site: GroupedSite) -> tuple[GroupedKerne
         ConfigError: the kernel cannot compute these products.
     """
     kernel = asked if asked != "auto" else "pallas" if site.is_gpu else "plain"
-    if reason := _of_grouped(kernel, site):
+    if reason := grouped_obstacle(kernel, site):
         remedy = "; or set auto" if asked != "auto" else ""
         raise ConfigError(f"model.experts.kernel: {kernel} cannot be used: {reason}{remedy}")
     if not site.is_gpu:
@@ -231,7 +231,7 @@ LEAST_PALLAS = 8, 0
 """CUDA compute capability of the first GPUs that jax compiles Pallas for."""
 
 
-def _of_grouped(kernel: GroupedKernel, site: GroupedSite) -> str | None:
+def grouped_obstacle(kernel: GroupedKernel, site: GroupedSite) -> str | None:
     """Returns why a kernel cannot compute products with experts' matrices; None if it can."""
     own = ".".join(map(str, site.capability or ()))
     if kernel == "plain":
