@@ -53,7 +53,7 @@ def visits(sizes: Int32[Array, "E"], num_places: int) -> Visits:
 
 def times(
     x: Float[Array, "R K"],
-    w: Float[Array, "E K N"],
+    w: Float[Array, "E _ _"],
     groups: Groups,
     named: Named,
     *,
