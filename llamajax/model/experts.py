@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import AXES, ParallelConfig, axes_of, num_parts
+from llamajax.estimates.experts import block_slots
 from llamajax.kernels.grouped import experts_on_rows
 from llamajax.model.adapters import Seeds
 from llamajax.model.layers import MLP, Auxiliary, normal, output_first, residual_std
@@ -139,8 +140,8 @@ class _Way:
         peers, n = _size(PEERS), math.ceil(b * t / _size(_copies(lies)))
         own = config.num_experts // peers
         most = n * min(config.top_k, own)
-        slots = math.ceil(parallel.expert_slots * n * config.top_k / peers) if parallel.expert_slots else most
-        block = Block.of(min(most, -(-slots // 8) * 8), own, config.latent_dim or D, x.dtype)
+        slots = block_slots(n, config.top_k, peers, own, parallel.expert_slots)
+        block = Block.of(slots, own, config.latent_dim or D, x.dtype)
         staged = is_staged(jax.typeof(experts.router[...]).sharding.spec)
         return _Way(experts, parallel, lies, (b, t, D), block, block.slots == most, staged)
 
@@ -218,7 +219,8 @@ class _Way:
         """Returns the results for choices that had no slot in the first round."""
         rounds = dispatch.num_rounds(tokens.experts, self.config.num_experts, self.block)
         factors, stand_ins = zip(*(differentiable(weights[name]) for name in ("w_gate_up", "w_down")), strict=True)
-        return _in_rounds(self, rounds, tokens.experts, factors, tokens.x, tokens.weights, *stand_ins)
+        with jax.named_scope("further_rounds"):
+            return _in_rounds(self, rounds, tokens.experts, factors, tokens.x, tokens.weights, *stand_ins)
 
     def _round(
         self, number: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], x: jax.Array, weights: jax.Array,

@@ -11,16 +11,15 @@ from llamajax.config.parallel import Reduction, SequenceForm, StackForm, TensorF
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.estimates.communication import sequence_numbers
+from llamajax.estimates.device_memory import expected_bytes, saved_host_bytes
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     copy_bytes,
-    expected_bytes,
     gathered_layer_bytes,
     layer_matrix_bytes,
     mesh_sizes,
     params_gathered_once,
     prefetched_bytes,
-    saved_host_bytes,
 )
 from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.estimates.gpus import Gpu, planned_gpu
