@@ -169,7 +169,8 @@ def compiled(kernel: str, groups: Groups, operands: Operands) -> dict[str, jax.s
 
 def obstacle(kernel: str) -> str | None:
     """Returns the reason that a kernel of `KERNELS` cannot run here; None if it can."""
-    asked, is_float8, capability = kernel.split()[0], "float8" in kernel, compute_capability()
+    asked: Any = kernel.split()[0]
+    is_float8, capability = "float8" in kernel, compute_capability()
     if is_float8 and capability is not None and capability < LEAST_CAPABILITY:
         return "these GPUs multiply nothing in float8"
     return grouped_obstacle(asked, GroupedSite(is_on_gpu(), "bfloat16", is_float8, capability)) if asked != "dense" else None

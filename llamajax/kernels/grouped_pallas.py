@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
+from llamajax.errors import ConfigError
 from llamajax.kernels.choice import HOPPER, compute_capability
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import Factor, Float8, values
@@ -81,6 +82,9 @@ def times(
         named: the result has a row for each of theirs if it is `out`, otherwise one for each place.
         transposed: whether rows are multiplied by the transposed matrices.
         interpret: compute with jax, on any device and slowly, instead of compiling with Triton.
+
+    Raises:
+        ConfigError: an array in float8 is too large.
     """
     N, order = w.shape[1 if transposed else 2], padded(groups.order)
     own, columns = visits(groups.sizes, len(order)), _tile(N, _COLUMNS)
@@ -121,6 +125,12 @@ def _call(
     for factor in factors:
         scale = scale * factor.scale.reshape(1) if isinstance(factor, Float8) else scale
     x, y = map(values, factors)
+    if any(array.dtype.itemsize == 1 and array.size >= 2**31 for array in (x, y)):
+        # Pallas computes with offsets of 32 bits, with a sign, in arrays of up to 4 GiB.
+        rule = "has 2^31 or more numbers in an array of experts or of their tokens"
+        raise ConfigError(
+            f"model.matmul_dtype: float8 {rule}; set model.float8_exempt to [w_gate_up, w_down], or mesh.expert"
+        )
     return pl.pallas_call(
         partial(kernel, dot=_dot(x, y, interpret=interpret)),
         grid=grid,

@@ -18,8 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from llamajax.config.experts import ExpertKernel
 from llamajax.config.parallel import AXES, MeshConfig
+from llamajax.errors import ConfigError
 from llamajax.estimates.gpus import planned_gpu
-from llamajax.kernels import grouped
+from llamajax.kernels import grouped, grouped_pallas
 from llamajax.kernels.grouped import Form, experts_on_rows
 from llamajax.kernels.grouped_pallas import Named, visits
 from llamajax.parallel.dispatch import Groups
@@ -42,7 +43,7 @@ SIZES = {
 }
 
 
-on_device = functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+on_device: Any = functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +164,15 @@ def test_a_tile_is_visited_once_for_every_expert_in_it():
         assert own.count[0] <= len(own.tile)
 
 
+def test_arrays_in_float8_that_pallas_cannot_index_are_refused():
+    """Its offsets have 32 bits up to 4 GiB, with a sign."""
+    x, w = (
+        Float8(jax.ShapeDtypeStruct(n, E4M3), jnp.ones(()), jnp.dtype("bfloat16")) for n in ((2**20, 2048), (4, 2048, 8))
+    )
+    with pytest.raises(ConfigError, match=r"^model.matmul_dtype: float8 has 2\^31 or more numbers in an array .*; set"):
+        grouped_pallas.times(x, w, groups_of(SIZES["uneven"]), "x")  # pyright: ignore[reportArgumentType]
+
+
 def plain_values(x: Float8) -> np.ndarray:
     return np.asarray(x.values, np.float32) * np.asarray(x.scale)
 
@@ -194,7 +204,7 @@ def test_products_in_float8_are_those_of_rounded_factors(form: Form, named: Name
 
     ways = (at_rows, in_places) if named == "x" else (in_places, at_rows)
     y, d_x, d_w = run(ways[0](x), ways[1](d), w, padding)
-    x8, d8 = (plain_values(rounded(jnp.asarray(hot.any(1)[:, None] * a), form)) for a, form in ((x, E4M3), (d, E5M2)))
+    x8, d8 = (plain_values(rounded(jnp.asarray(hot.sum(1, keepdims=True) * a), form)) for a, form in ((x, E4M3), (d, E5M2)))
     w8 = plain_values(w)
     expected = np.einsum("RI,EIF,RE->RF", x8, w8, hot), np.einsum("RF,EIF,RE->RI", d8, w8, hot)
     for own, true, way in zip((y, d_x), expected, ways[::-1], strict=True):
@@ -224,7 +234,10 @@ def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products
     mesh = Mesh(devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     wide = "float32" if dtype == "float32" else "bfloat16"
 
-    @functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P())
+    checked: Any = functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P())
+
+    @jax.jit
+    @checked
     def both_passes(x: jax.Array, weights: jax.Array, matrices: Any, groups: Groups, d: jax.Array) -> Any:
         y, pull_back = jax.vjp(
             lambda x, weights, own: experts_on_rows(x, weights, groups, *own, "auto"), x, weights, matrices
@@ -243,9 +256,7 @@ def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products
     matrices = matrix(experts, width, 2, hidden), matrix(experts, hidden, width)
     groups = Groups(*map(like, ((places,), (experts,), (rows,), (rows,)), ("int32", "int32", "bool", "int32")))
     with jax.set_mesh(mesh), jax.default_device(devices.flat[0]):
-        lowered = jax.jit(both_passes).lower(
-            like((rows, width)), like((rows,), "float32"), matrices, groups, like((rows, width))
-        )
+        lowered = both_passes.lower(like((rows, width)), like((rows,), "float32"), matrices, groups, like((rows, width)))
         options: dict[str, Any] = {
             "xla_backend_optimization_level": 3, "xla_dump_to": str(tmp_path),
             "xla_dump_hlo_module_re": ".*both_passes.*", "xla_dump_emitter_re": "ptx",
