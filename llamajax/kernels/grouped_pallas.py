@@ -43,8 +43,8 @@ class Visits(NamedTuple):
     tile: Int32[Array, "V"]
     bounds: Int32[Array, "E+1"]
     """First place of each expert's rows, and the end of all."""
-    count: Int32[Array, "1"]
-    """Number of visits; those beyond it compute nothing."""
+    num_visits: Int32[Array, "1"]
+    """Those beyond this number compute nothing."""
 
 
 def visits(sizes: Int32[Array, "E"], num_places: int) -> Visits:
@@ -149,7 +149,7 @@ def _times(
     expert: Any,
     tile: Any,
     bounds: Any,
-    count: Any,
+    num_visits: Any,
     order: Any,
     x: Any,
     w: Any,
@@ -164,7 +164,7 @@ def _times(
     column, inner = pl.program_id(0) * columns + jnp.arange(columns), _tile(K, _INNER[x.dtype.itemsize])
     is_column = _within(column, N)
 
-    @pl.when(visit < count[0])
+    @pl.when(visit < num_visits[0])
     def _() -> None:
         own, first = expert[visit], tile[visit] * _ROWS
         place = first + jnp.arange(_ROWS)

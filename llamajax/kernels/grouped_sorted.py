@@ -64,6 +64,8 @@ def _product(kernel: Kernel, x: Factor, y: Factor, groups: Groups, dims: jax.lax
         # `dtype` holds every number of the formats.
         exact = _product(kernel, x.values.astype(x.dtype), y.values.astype(x.dtype), groups, dims)
         return exact * (x.scale.reshape(()) * y.scale.reshape(())).astype(x.dtype)
+    assert isinstance(x, jax.Array), "both are in float8, or neither"
+    assert isinstance(y, jax.Array), "both are in float8, or neither"
     if kernel == "tokamax":
         from tokamax import config, ragged_dot_general  # pyright: ignore[reportMissingImports]  # an extra
 

@@ -94,7 +94,8 @@ def results(kernel: ExpertKernel, dtype: str) -> Any:
         (_, y), (d_x, *gradients) = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(*known)
         return y, jnp.where(is_row, d_x, 0), *gradients
 
-    return lambda groups: run(groups, *drawn(dtype))
+    compiled: Any = run
+    return lambda groups: compiled(groups, *drawn(dtype))
 
 
 @functools.cache
@@ -156,19 +157,18 @@ def test_tokamax_is_asked_for_the_same_products(monkeypatch):
 def test_a_tile_is_visited_once_for_every_expert_in_it():
     of_sizes = jax.jit(visits, static_argnums=1)
     found = of_sizes(jnp.asarray([5, 0, 170, 22, 0]), 300)
-    assert found.count[0] == 4
+    assert found.num_visits[0] == 4
     assert list(zip(found.expert[:4].tolist(), found.tile[:4].tolist(), strict=True)) == [(0, 0), (2, 0), (2, 1), (3, 1)]
     assert found.bounds.tolist() == [0, 5, 5, 175, 197, 197]
     for sizes in ([300, 0, 0, 0, 0], [99, 100, 0, 1, 100], [0, 0, 0, 0, 0]):
         own = of_sizes(jnp.asarray(sizes), 300)
-        assert own.count[0] <= len(own.tile)
+        assert own.num_visits[0] <= len(own.tile)
 
 
 def test_arrays_in_float8_that_pallas_cannot_index_are_refused():
     """Its offsets have 32 bits up to 4 GiB, with a sign."""
-    x, w = (
-        Float8(jax.ShapeDtypeStruct(n, E4M3), jnp.ones(()), jnp.dtype("bfloat16")) for n in ((2**20, 2048), (4, 2048, 8))
-    )
+    like: Any = jax.ShapeDtypeStruct
+    x, w = (Float8(like(n, E4M3), jnp.ones(()), jnp.dtype("bfloat16")) for n in ((2**20, 2048), (4, 2048, 8)))
     with pytest.raises(ConfigError, match=r"^model.matmul_dtype: float8 has 2\^31 or more numbers in an array .*; set"):
         grouped_pallas.times(x, w, groups_of(SIZES["uneven"]), "x")  # pyright: ignore[reportArgumentType]
 
@@ -256,7 +256,8 @@ def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products
     matrices = matrix(experts, width, 2, hidden), matrix(experts, hidden, width)
     groups = Groups(*map(like, ((places,), (experts,), (rows,), (rows,)), ("int32", "int32", "bool", "int32")))
     with jax.set_mesh(mesh), jax.default_device(devices.flat[0]):
-        lowered = both_passes.lower(like((rows, width)), like((rows,), "float32"), matrices, groups, like((rows, width)))
+        compiled: Any = both_passes
+        lowered = compiled.lower(like((rows, width)), like((rows,), "float32"), matrices, groups, like((rows, width)))
         options: dict[str, Any] = {
             "xla_backend_optimization_level": 3, "xla_dump_to": str(tmp_path),
             "xla_dump_hlo_module_re": ".*both_passes.*", "xla_dump_emitter_re": "ptx",
