@@ -214,13 +214,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     """Parses the command line into options and cases. Exits with code 2 on mistakes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="run on a CPU: rows of 64 tokens, documents of 16, no times")
-    parser.add_argument("--head_dims", type=_several(1, 256), help="default: 64,128", default="64,128")
-    parser.add_argument("--seq_lens", type=_several(1, 2**20), help="tokens per row; default: 2048,4096,8192")
+    parser.add_argument("--head_dims", type=several_numbers(1, 256), help="default: 64,128", default="64,128")
+    parser.add_argument("--seq_lens", type=several_numbers(1, 2**20), help="tokens per row; default: 2048,4096,8192")
     parser.add_argument(
-        "--documents", type=_several(0, 2**20), help="mean tokens per document, 0: one document per row; default: 0,1000"
+        "--documents",
+        type=several_numbers(0, 2**20),
+        help="mean tokens per document, 0: one document per row; default: 0,1000",
     )
     parser.add_argument(
-        "--rows", type=_several(0, 2**20), help="number of rows, 0: as many as give 16,384 tokens; default: 0,1"
+        "--rows", type=several_numbers(0, 2**20), help="number of rows, 0: as many as give 16,384 tokens; default: 0,1"
     )
     parser.add_argument("--json", help="file for all results")
     found = parser.parse_args(arguments)
@@ -232,7 +234,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     return found, list(itertools.starmap(Case, itertools.product(found.head_dims, seq_lens, documents, rows)))
 
 
-def _several(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
+def several_numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
     """Returns a reader of comma-separated numbers."""
 
     def read(text: str) -> tuple[int, ...]:
@@ -264,13 +266,7 @@ def measure_all(options: argparse.Namespace, cases: Sequence[Case]) -> set[str]:
     named, rows = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
     check_outputs(named, named)
     hardware = card.hardware(toy=options.toy)
-    if options.toy:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-        jax.config.update("jax_platforms", "cpu")
-    os.environ["CUDA_VISIBLE_DEVICES"] = card.index()
-    if not options.toy and jax.default_backend() != "gpu":
-        raise ConfigError("nvidia-smi finds a GPU, but jax does not; pip install 'llamajax[cuda13]'")
-    jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
+    prepare(toy=options.toy)
     found = about(hardware) | {"toy": options.toy, "rows": rows}
     log_own(f"device     {hardware['name']}{'; times and memory: not measured' if options.toy else ''}")
     for case in cases:
@@ -281,6 +277,17 @@ def measure_all(options: argparse.Namespace, cases: Sequence[Case]) -> set[str]:
     wrong = {row["kernel"] for row in rows if "wrong" in row}
     log_own(f"wrong: {', '.join(sorted(wrong))}" if wrong else "no kernel is wrong")
     return wrong
+
+
+def prepare(*, toy: bool) -> None:
+    """Makes one GPU, or a CPU, the mesh of this process. Raises `ConfigError` if jax finds no GPU."""
+    if toy:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        jax.config.update("jax_platforms", "cpu")
+    os.environ["CUDA_VISIBLE_DEVICES"] = card.index()
+    if not toy and jax.default_backend() != "gpu":
+        raise ConfigError("nvidia-smi finds a GPU, but jax does not; pip install 'llamajax[cuda13]'")
+    jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
 
 
 if __name__ == "__main__":

@@ -64,10 +64,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models, lengths = tuple(name for name in MODELS if name != TOY), ("2048", "4096", "8192")
     parser.add_argument("--toy", action="store_true", help="run on a CPU, with packed rows of 128 tokens")
-    parser.add_argument("--models", type=_several(models), help=f"some of {', '.join(models)}; default: 1b")
-    parser.add_argument("--seq", type=_several(lengths), help="tokens per row; default: 4096")
-    parser.add_argument("--packed", type=_several(("no", "yes")), help="yes: several documents per row; default: no")
-    parser.add_argument("--rows", type=_several(tuple(REMATS)), help=f"some of {', '.join(REMATS)}; default: all possible")
+    parser.add_argument("--models", type=several(models), help=f"some of {', '.join(models)}; default: 1b")
+    parser.add_argument("--seq", type=several(lengths), help="tokens per row; default: 4096")
+    parser.add_argument("--packed", type=several(("no", "yes")), help="yes: several documents per row; default: no")
+    parser.add_argument("--rows", type=several(tuple(REMATS)), help=f"some of {', '.join(REMATS)}; default: all possible")
     parser.add_argument("--rounds", type=int, choices=range(1, 10), metavar="1-9", help="default: 2, or 1 with --toy")
     parser.add_argument("--choices", type=_choices, default={}, help="ROW=MICRO_BATCH:REMAT,..., overrides the rows' own")
     parser.add_argument(
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-def _several(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def several(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def read(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(text.split(",")))
         if unknown := [name for name in names if name not in known]:

@@ -64,6 +64,7 @@ from llamajax.units import format_bytes
 from llamajax.watch.console import log_own, waiting
 from llamajax.watch.option_files import check_outputs, write_output
 from scripts.calibration.programs import (
+    FULL,
     MANY_ROWS,
     PASSES,
     SIZES,
@@ -168,7 +169,7 @@ def solved(name: str, modules: Collection[Module], seconds: float, machine: Mach
 
     def told(x: float) -> float:
         tried = with_constant(machine, name, constant(x))
-        return sum(replay(module, tried, {}, scores).step_time_s for module in modules)
+        return sum(replay(module, tried, {}, scores, FULL).step_time_s for module in modules)
 
     low, high = (1e-4, 2e-4) if name == "kernel_s" else (1e6, 2e6)
     slope = (told(high) - told(low)) / (high - low)

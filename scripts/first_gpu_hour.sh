@@ -3,8 +3,8 @@
 #
 #   scripts/first_gpu_hour.sh [--toy] [DIRECTORY]
 #
-# Parts: attention's kernels, right and fast, with many rows and with one; the constants that plans go by; the training step
-# beside torch's, with whole rows and with packed ones; 50 steps trained twice, once killed at step 25, whose losses should
+# Parts: attention's kernels, right and fast, with many rows and with one; those of experts; the constants that plans go by;
+# the training step beside torch's, with whole rows and with packed ones; 50 steps trained twice, once killed at step 25, whose losses should
 # agree to the last bit. A part that fails or runs out of its time does not stop the others. All output is in DIRECTORY
 # (default runs/first_gpu_hour): report.md, and each part's own output. --toy does the same on a CPU and reports no times.
 # PARTS="kernels determinism" runs these alone; PYTHON names the interpreter.
@@ -22,7 +22,7 @@ if [ "${1:-}" = --toy ]; then
 fi
 out=${1:-runs/first_gpu_hour}
 python=${PYTHON:-.venv/bin/python}
-parts=${PARTS:-kernels calibration step packed determinism}
+parts=${PARTS:-kernels experts calibration step packed determinism}
 gpus=${CUDA_VISIBLE_DEVICES-0}
 export CUDA_VISIBLE_DEVICES=${gpus%%,*} # the first of several, as in scripts/bench/card.py
 mkdir -p "$out"
@@ -92,11 +92,14 @@ print(f"Python {platform.python_version()}, jax {jax.__version__}, jaxlib {jaxli
   fi
 } >"$report"
 
-part kernels "Attention's kernels" 600 "$python" scripts/bench_attention.py "${toy[@]}" --json "$out/attention.json"
-part calibration "Constants of plans" 580 "$python" scripts/calibrate_gpu.py "${on_cpu[@]}" --output "$out/calibration.yaml"
+part kernels "Attention's kernels" 480 "$python" scripts/bench_attention.py "${toy[@]}" --json "$out/attention.json"
+of_experts=("${toy[@]}")
+[ ${#toy[@]} != 0 ] || of_experts=(--rows 512,8192)
+part experts "Experts' kernels" 240 "$python" scripts/bench_grouped.py "${of_experts[@]}" --json "$out/experts.json"
+part calibration "Constants of plans" 540 "$python" scripts/calibrate_gpu.py "${on_cpu[@]}" --output "$out/calibration.yaml"
 part step "The training step beside torch" 580 "$python" scripts/bench_gpu.py "${toy[@]}" --json "$out/step.json"
 if [ ${#toy[@]} = 0 ]; then # the toy's rows are already packed
-  part packed "Packed rows" 580 "$python" scripts/bench_gpu.py --packed yes --json "$out/packed.json"
+  part packed "Packed rows" 500 "$python" scripts/bench_gpu.py --packed yes --json "$out/packed.json"
 fi
 export -f determinism
 export python out

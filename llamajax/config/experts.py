@@ -76,9 +76,10 @@ class ExpertsConfig(Section):
     """Most tokens of a row that an expert takes, over the balanced number; further ones, those later in the row, lose this
     expert. 0: no token loses an expert (dropless)."""
     kernel: ExpertKernel = "auto"
-    """Kernel that multiplies tokens by their experts' matrices. `pallas`: llamajax's own. `tokamax`: tokamax's, with the
-    extra `tokamax`. `plain`: runs everywhere, and computes all experts for all tokens on a GPU. `auto`: `pallas` on GPUs in
-    16-bit types, else `plain`."""
+    """Kernel that multiplies tokens by their experts' matrices. `pallas`: llamajax's own, for GPUs of compute capability 8.0
+    and newer; it reads and writes tokens where they are. `tokamax` (extra `tokamax`, Python 3.12): written for Hopper, in
+    16-bit types; it takes sorted copies of the tokens. `plain`: XLA's own, for CPUs; on a GPU it would multiply every token
+    by all experts. `auto`: `pallas` on GPUs, else `plain`. A kernel that is named and cannot run is an error."""
 
     def broken_rules(self) -> Iterator[str]:
         if not self.enabled:

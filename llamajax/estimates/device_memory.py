@@ -31,9 +31,9 @@ from llamajax.estimates.formulas import (
 )
 from llamajax.estimates.pipeline import StageWork, share_of_head
 
-_BLOCKS = 5
-"""Arrays with all rows of blocks that are alive at once in the backward pass: tokens and their gradients, as sent and as
-received, and the gradients of results."""
+_BLOCKS = 7
+"""Arrays with all rows of blocks that are alive at once in the backward pass, in compiled steps: tokens, their gradients and
+those of results, as sent and as received, and a sum."""
 
 
 def expected_bytes(

@@ -199,6 +199,12 @@ class GroupedSite(NamedTuple):
     capability: tuple[int, ...] | None
     """CUDA compute capability of the GPUs; None: unknown."""
 
+    @staticmethod
+    def of(model: ModelConfig, *, is_gpu: bool, capability: tuple[int, ...] | None) -> "GroupedSite":
+        """Returns the site of training `model`."""
+        is_float8 = not {"w_gate_up", "w_down"}.isdisjoint(model.float8_weights)
+        return GroupedSite(is_gpu, model.compute_dtype, is_float8, capability)
+
 
 def choose_grouped(asked: ExpertKernel, site: GroupedSite) -> tuple[GroupedKernel, str]:
     """Returns the requested kernel for products with experts' matrices, or the kernel that `auto` resolves to, and the
@@ -208,20 +214,24 @@ def choose_grouped(asked: ExpertKernel, site: GroupedSite) -> tuple[GroupedKerne
         ConfigError: the kernel cannot compute these products.
     """
     kernel = asked if asked != "auto" else "pallas" if site.is_gpu else "plain"
-    if reason := _of_grouped(kernel, site):
+    if reason := grouped_obstacle(kernel, site):
         remedy = "; or set auto" if asked != "auto" else ""
         raise ConfigError(f"model.experts.kernel: {kernel} cannot be used: {reason}{remedy}")
-    if asked == "auto":
-        return kernel, "reads and writes the experts' tokens where they are" if site.is_gpu else "there is no GPU"
-    interpreted = asked == "pallas" and not site.is_gpu
-    return kernel, "interpreted, which is slow: there is no GPU" if interpreted else "model.experts.kernel says so"
+    if not site.is_gpu:
+        return kernel, "there is no GPU" if asked == "auto" else _INTERPRETED if asked == "pallas" else _ASKED
+    reason = "reads and writes the experts' tokens where they are" if asked == "auto" else _ASKED
+    as_float16 = site.is_float8 and site.capability is not None and site.capability[0] == HOPPER
+    return kernel, f"{reason}; float8 is multiplied as float16 on these GPUs" if as_float16 else reason
+
+
+_ASKED, _INTERPRETED = "model.experts.kernel says so", "interpreted, which is slow: there is no GPU"
 
 
 LEAST_PALLAS = 8, 0
 """CUDA compute capability of the first GPUs that jax compiles Pallas for."""
 
 
-def _of_grouped(kernel: GroupedKernel, site: GroupedSite) -> str | None:
+def grouped_obstacle(kernel: GroupedKernel, site: GroupedSite) -> str | None:
     """Returns why a kernel cannot compute products with experts' matrices; None if it can."""
     own = ".".join(map(str, site.capability or ()))
     if kernel == "plain":

@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
+from llamajax.errors import ConfigError
 from llamajax.kernels.choice import HOPPER, compute_capability
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import Factor, Float8, values
@@ -42,8 +43,8 @@ class Visits(NamedTuple):
     tile: Int32[Array, "V"]
     bounds: Int32[Array, "E+1"]
     """First place of each expert's rows, and the end of all."""
-    count: Int32[Array, "1"]
-    """Number of visits; those beyond it compute nothing."""
+    num_visits: Int32[Array, "1"]
+    """Those beyond this number compute nothing."""
 
 
 def visits(sizes: Int32[Array, "E"], num_places: int) -> Visits:
@@ -81,6 +82,9 @@ def times(
         named: the result has a row for each of theirs if it is `out`, otherwise one for each place.
         transposed: whether rows are multiplied by the transposed matrices.
         interpret: compute with jax, on any device and slowly, instead of compiling with Triton.
+
+    Raises:
+        ConfigError: an array in float8 is too large.
     """
     N, order = w.shape[1 if transposed else 2], padded(groups.order)
     own, columns = visits(groups.sizes, len(order)), _tile(N, _COLUMNS)
@@ -116,11 +120,17 @@ def _call(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Runs a kernel on indices, the factor of its sums, and two arrays."""
+    """Runs a kernel on the factor of its sums, indices, and two arrays."""
     dtype, scale = factors[0].dtype, jnp.ones(1, jnp.float32)
     for factor in factors:
         scale = scale * factor.scale.reshape(1) if isinstance(factor, Float8) else scale
     x, y = map(values, factors)
+    if any(array.dtype.itemsize == 1 and array.size >= 2**31 for array in (x, y)):
+        # Pallas computes with offsets of 32 bits, with a sign, in arrays of up to 4 GiB.
+        rule = "has 2^31 or more numbers in an array of experts or of their tokens"
+        raise ConfigError(
+            f"model.matmul_dtype: float8 {rule}; set model.float8_exempt to [w_gate_up, w_down], or mesh.expert"
+        )
     return pl.pallas_call(
         partial(kernel, dot=_dot(x, y, interpret=interpret)),
         grid=grid,
@@ -131,16 +141,16 @@ def _call(
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=2 if x.dtype == jnp.float32 else 3),
         interpret=interpret,
         name=name,
-    )(*indices, scale, x, y)
+    )(scale, *indices, x, y)
 
 
 def _times(
+    scale: Any,
     expert: Any,
     tile: Any,
     bounds: Any,
-    count: Any,
+    num_visits: Any,
     order: Any,
-    scale: Any,
     x: Any,
     w: Any,
     out: Any,
@@ -154,7 +164,7 @@ def _times(
     column, inner = pl.program_id(0) * columns + jnp.arange(columns), _tile(K, _INNER[x.dtype.itemsize])
     is_column = _within(column, N)
 
-    @pl.when(visit < count[0])
+    @pl.when(visit < num_visits[0])
     def _() -> None:
         own, first = expert[visit], tile[visit] * _ROWS
         place = first + jnp.arange(_ROWS)
@@ -179,9 +189,9 @@ def _times(
 
 
 def _weight_gradients(
+    scale: Any,
     bounds: Any,
     order: Any,
-    scale: Any,
     x: Any,
     dy: Any,
     out: Any,
@@ -267,5 +277,4 @@ def _tile(size: int, most: int) -> int:
 def _like(shape: tuple[int, ...], dtype: DTypeLike, *arrays: jax.Array) -> jax.ShapeDtypeStruct:
     """Returns a result that varies over all axes over which an argument does."""
     varying = frozenset[str]().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    kind = jax.sharding.ManualAxisType(varying=varying) if varying else None
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))

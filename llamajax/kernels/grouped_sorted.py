@@ -41,6 +41,9 @@ def times(
     """Returns the products of rows with their expert's matrix; see `grouped_pallas.times`. Rows of no expert are zeros."""
     own = _in_order(x, groups) if named == "x" else x
     y = _product(kernel, own, w, groups, _OVER_OUTPUTS if transposed else _OVER_INPUTS)
+    if kernel == "tokamax":
+        # It leaves rows of no expert unwritten, and where it sums over rows it multiplies these by zero, which NaN survives.
+        y = jnp.where(jnp.arange(len(y))[:, None] < jnp.sum(groups.sizes), y, 0)
     return jnp.where(groups.is_row[:, None], y[groups.place], 0) if named == "out" else y
 
 
@@ -61,9 +64,13 @@ def _product(kernel: Kernel, x: Factor, y: Factor, groups: Groups, dims: jax.lax
         # `dtype` holds every number of the formats.
         exact = _product(kernel, x.values.astype(x.dtype), y.values.astype(x.dtype), groups, dims)
         return exact * (x.scale.reshape(()) * y.scale.reshape(())).astype(x.dtype)
+    assert isinstance(x, jax.Array), "both are in float8, or neither"
+    assert isinstance(y, jax.Array), "both are in float8, or neither"
     if kernel == "tokamax":
-        from tokamax import ragged_dot_general  # pyright: ignore[reportMissingImports]  # an extra
+        from tokamax import config, ragged_dot_general  # pyright: ignore[reportMissingImports]  # an extra
 
-        own: Any = ragged_dot_general(x, y, groups.sizes, dims, preferred_element_type=x.dtype, implementation="mosaic")
-        return own
+        with config.ignore_autotuning_cache(True):  # see `tokamax_kernel`
+            made: Any = ragged_dot_general(x, y, groups.sizes, dims, preferred_element_type=x.dtype, implementation="mosaic")
+        # tokamax's calls do not say over which axes their results vary.
+        return jax.lax.pcast(made, tuple(jax.typeof(x).manual_axis_type.varying), to="varying")
     return jax.lax.ragged_dot_general(x, y, groups.sizes, dims, preferred_element_type=x.dtype)

@@ -289,13 +289,14 @@ class _Way:
     def _further_rounds(self, tokens: _Tokens, weights: dict[str, Any]) -> jax.Array:
         """Returns the results for choices that had no slot in the first round."""
         rounds = dispatch.num_rounds(tokens.experts, self.config.num_experts, self.block)
-        factors, stand_ins = zip(*(differentiable(weights[name]) for name in ("w_gate_up", "w_down")), strict=True)
+        split = [differentiable(weights[name]) for name in ("w_gate_up", "w_down")]
+        factors, stand_ins = tuple(factor for factor, _ in split), [stand_in for _, stand_in in split]
         with jax.named_scope("further_rounds"):
             return _in_rounds(self, rounds, tokens.experts, factors, tokens.x, tokens.weights, *stand_ins)
 
     def _round(
         self, number: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], x: jax.Array, weights: jax.Array,
-        *stand_ins: jax.Array,
+        *stand_ins: jax.Array | None,
     ) -> jax.Array:  # fmt: skip
         route = dispatch.route(chosen, self.config.num_experts, self.block, number)
         blocks = dispatch.exchange(dispatch.pack(x, weights, route, self.block))

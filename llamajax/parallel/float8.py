@@ -140,8 +140,10 @@ def differentiable(w: Factor, *, frozen: bool = False) -> tuple[Factor, Array | 
 
 
 def rejoined(factor: Factor, stand_in: Array | None) -> Factor:
-    """Reverts `differentiable` for a weight that is not frozen."""
-    return dataclasses.replace(factor, stand_in=stand_in) if isinstance(factor, Float8) else stand_in
+    """Reverts `differentiable`."""
+    if isinstance(factor, Float8):
+        return dataclasses.replace(factor, stand_in=stand_in)
+    return factor if stand_in is None else stand_in
 
 
 def product(x: Factor, y: Factor, dims: Any, out: P) -> Array:

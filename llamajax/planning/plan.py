@@ -24,7 +24,7 @@ from llamajax.planning.scheduling import check_told, latency_source
 from llamajax.planning.xla.compile import CompiledStep, compile_for
 from llamajax.planning.xla.hlo import Module
 from llamajax.planning.xla.parse import parse
-from llamajax.step.resolve import ResolvedRun, float8_matmuls, resolve_planned, with_placed_state
+from llamajax.step.resolve import ResolvedRun, matmul_kernels, resolve_planned, with_placed_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ def plan_problems(config: Config) -> list[str]:
         if not problems:
             run = resolve_planned(config)
             planned_kernel(run)
-            float8_matmuls(config.model, run.gpu and run.gpu.compute_capability)
+            matmul_kernels(config.model, run.gpu and run.gpu.compute_capability)
         check_told(config)
     except ConfigError as error:
         problems.append(str(error))

@@ -25,7 +25,7 @@ from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.estimates.gpus import Gpu, planned_gpu
 from llamajax.estimates.host_memory import host_room
 from llamajax.estimates.rollouts import held_reference_bytes
-from llamajax.kernels.choice import Site, can_fuse, choose
+from llamajax.kernels.choice import GroupedSite, Site, can_fuse, choose, choose_grouped
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.tensor import SHARED
@@ -213,6 +213,20 @@ def float8_matmuls(model: ModelConfig, capability: tuple[int, ...] | None) -> di
         )
     rate = "rounded to eight bits, but no faster: there is no GPU" if capability is None else "MFU counts bfloat16's peak"
     return {"matmuls": f"{model.matmul_dtype} with {', '.join(model.float8_weights)} of each layer; {rate}"}
+
+
+def matmul_kernels(model: ModelConfig, capability: tuple[int, ...] | None) -> dict[str, str]:
+    """Returns `float8_matmuls`, and for a model with experts a line `experts`: the kernel of their products, with the
+    reason.
+
+    Raises:
+        ConfigError: see `float8_matmuls`; or `model.experts.kernel` cannot compute these products.
+    """
+    lines = float8_matmuls(model, capability)
+    if model.experts.enabled:
+        site = GroupedSite.of(model, is_gpu=capability is not None, capability=capability)
+        lines["experts"] = ": ".join(choose_grouped(model.experts.kernel, site))
+    return lines
 
 
 def stack_form(config: Config, axes: Mapping[str, int], budget: float | None) -> tuple[StackForm, str]:

@@ -15,7 +15,7 @@ from llamajax.planning.scheduling import Compilation, compile_here, compile_seve
 from llamajax.step.compile import Option, lower, told
 from llamajax.step.grouped_step import GroupedStep
 from llamajax.step.grouped_step import described as described_groups
-from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve
+from llamajax.step.resolve import ResolvedRun, attention_kernel, matmul_kernels, resolve
 from llamajax.step.state import abstract_state
 from llamajax.watch import console
 from llamajax.watch.console import say
@@ -30,7 +30,7 @@ def check_forms(config: Config) -> None:
     mesh, capability = jax.sharding.get_mesh().shape, compute_capability()
     if config.mesh.stages:
         check_transfers(stage_meshes(jax.sharding.get_mesh()))
-    float8_matmuls(config.model, capability)
+    matmul_kernels(config.model, capability)
     for seq_len in {stage.seq_len for stage in config.data.all_stages}:
         attention_kernel(resolve(config.in_rows_of(seq_len), mesh), capability)
 
@@ -50,7 +50,7 @@ def resolve_stages(config: Config) -> dict[int, ResolvedRun]:
     runs = {seq_len: resolve_here(of_length, say) for seq_len, of_length in lengths.items()}
     for seq_len, run in runs.items():
         kernel, warning = attention_kernel(run, capability)
-        matmuls = float8_matmuls(config.model, capability)
+        matmuls = matmul_kernels(config.model, capability)
         lines = {**run.reasons, "attention": kernel} | matmuls | ({"warning": warning} if warning is not None else {})
         others = {setting: form for setting, form in lines.items() if told_before.get(setting) != form}
         if told_before and others:

@@ -5,6 +5,7 @@ these; whether it is odd; and whether it is below them, as key/value heads may b
 configured mesh divides evenly, replicates or pads are divided, replicated or padded here too.
 """
 
+import dataclasses
 import itertools
 import math
 import typing
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llamajax.config.data import DataConfig
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.file import config_to_dict, dotted
 from llamajax.config.keys import keys
 from llamajax.config.model import DType, ModelConfig
@@ -110,7 +112,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
     if config.objective.is_on_policy:  # its rows are drawn, in no groups
         of_rollouts = {"objective.rollout.max_tokens": seq_len // 2, "objective.rollout.group_size": batch_size}
     return config.changed(
-        _scaled_model(config, scaled_heads(config.model, configured, scaled), splits, scaled)
+        _scaled_model(config, scaled_heads(config.model, configured, scaled), splits, configured, scaled)
         | of_rollouts
         | {key: "float32" for key, _, field in keys(Config) if DType in (field.type, *typing.get_args(field.type))}
         | {
@@ -200,7 +202,9 @@ def _scaled_size(size: int, target: int, splits: Splits) -> int:
     return min(range(1, most + 1), key=lambda own: (*_misfit(size, own, splits), abs(own - target)))
 
 
-def _scaled_model(config: Config, heads: tuple[int, int], splits: Splits, scaled: Mapping[str, int]) -> dict[str, Any]:
+def _scaled_model(
+    config: Config, heads: tuple[int, int], splits: Splits, configured: Mapping[str, int], scaled: Mapping[str, int]
+) -> dict[str, Any]:
     model, targets = config.model, {"vocab_size": 96, "embed_dim": 32, "mlp_dim": 48}
     sizes = {name: _scaled_size(getattr(model, name), target, splits) for name, target in targets.items()}
     if config.adapters.is_quantized:  # every part of a split matrix has whole blocks
@@ -211,13 +215,55 @@ def _scaled_model(config: Config, heads: tuple[int, int], splits: Splits, scaled
     sizes["head_dim"] = min(model.head_dim, 8)
     # Sums of D terms keep a size of about one: no score or gradient is so small or so large that rounding would show.
     init_std = 1 / math.sqrt(sizes["embed_dim"])
-    return {f"model.{name}": value for name, value in (sizes | {"init_std": init_std}).items()}
+    sizes |= {"init_std": init_std, "experts": _scaled_experts(model, splits, configured, scaled)}
+    return {f"model.{name}": value for name, value in sizes.items()}
+
+
+def _scaled_experts(
+    model: ModelConfig, splits: Splits, configured: Mapping[str, int], scaled: Mapping[str, int]
+) -> ExpertsConfig:
+    """Returns few small experts, of which a token chooses two or three, with groups and layers without experts where the
+    configured model has some."""
+    own = model.experts
+    if not own.enabled:
+        return own
+    groups = min(own.num_groups, 4)
+    wanted = max(8, 2 * num_parts("experts", scaled))
+    many = min(own.num_experts, 2 * wanted)
+    # Devices split experts, or their matrices where whole experts do not divide.
+    parts = [(num_parts(dim, configured), num_parts(dim, scaled)) for dim in ("experts", "expert_shards")]
+
+    def misfit(count: int) -> tuple[int, int]:
+        unlike = sum((own.num_experts % before == 0) != (count % after == 0) for before, after in parts)
+        return unlike, abs(count - wanted)
+
+    num_experts = min((count for count in range(groups, many + 1) if count % groups == 0), key=misfit)
+    of_group = num_experts // groups
+    top_groups = max(1, groups * own.top_groups // own.num_groups)
+    targets = {"mlp_dim": 16, "latent_dim": 16, "shared_mlp_dim": 24}
+    sizes = {
+        name: size and _scaled_size(size, target, splits)
+        for name, target in targets.items()
+        if (size := getattr(own, name)) is not None
+    }
+    return dataclasses.replace(
+        own,
+        num_experts=num_experts,
+        num_groups=groups,
+        top_groups=top_groups,
+        top_k=min(_few(own.top_k, 2), top_groups * of_group),
+        first_dense_layers=min(own.first_dense_layers, 1),
+        layer_step=_few(own.layer_step, 2),
+        **sizes,
+    )
 
 
 def _scaled_layers(config: Config, stages: int, scaled_stages: int) -> tuple[int, int | None]:
     """Returns the number of layers, and the chunks of each stage of a pipeline, if they are set: at most two layers in a
     chunk, and an empty slot where the configured stages have some."""
-    chunks, layers = config.parallel.pipeline_chunks, config.model.num_layers
+    chunks, layers, experts = config.parallel.pipeline_chunks, config.model.num_layers, config.model.experts
+    if stages == 1 and experts.dense_layers(layers) and experts.enabled:
+        return min(experts.first_dense_layers, 1) + 2 * _few(experts.layer_step, 2), chunks
     if stages == 1:
         return _few(layers, 4), chunks
     own_chunks = None if chunks is None else _few(chunks, 2)

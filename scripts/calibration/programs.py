@@ -6,13 +6,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from llamajax.config.file import load_config
 from llamajax.config.run import Config
-from llamajax.kernels import cudnn, pallas, tokamax_kernel
+from llamajax.kernels import cudnn, grouped_pallas, pallas, tokamax_kernel
 from llamajax.kernels.choice import Site, obstacle
+from llamajax.parallel.dispatch import Groups
 from llamajax.planning.cost.attention import Scores, computed_scores
+from llamajax.planning.cost.experts import Loads
 from llamajax.step.resolve import resolve_planned
 from scripts.checkout import ROOT
 
@@ -80,6 +83,27 @@ def by_tokamax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return tokamax_kernel.attend_to_rows(q, k, v, None, window=None, scale=q.shape[-1] ** -0.5)
 
 
+EXPERTS, GROUPED_ROWS = 16, 32_768
+"""Experts and tokens of the grouped products that are measured, which have the widths of Qwen3-30B-A3B."""
+
+
+def random_groups(num_experts: int, num_rows: int) -> Groups:
+    """Returns groups of all rows, in random order. Their sizes are uneven, so tiles are shared as in training."""
+    rng = np.random.default_rng(0)
+    sizes = rng.multinomial(num_rows, np.full(num_experts, 1 / num_experts)).astype(np.int32)
+    order = rng.permutation(num_rows).astype(np.int32)
+    place = np.argsort(order).astype(np.int32)
+    return Groups(*map(jnp.asarray, (order, sizes, np.ones(num_rows, bool), place)))
+
+
+def by_grouped(x: jax.Array, w: jax.Array, d: jax.Array, *, interpret: bool = False) -> Any:
+    """Computes the products of tokens [R, K] with their expert's matrix [E, K, N], and both gradients."""
+    groups = random_groups(len(w), len(x))
+    products = partial(grouped_pallas.times, groups=groups, interpret=interpret)
+    gradient = grouped_pallas.weight_gradients(x, d, groups, "x", interpret=interpret)
+    return products(x, w, named="x"), products(d, w, named="out", transposed=True), gradient
+
+
 class AttentionShape(NamedTuple):
     """Shape of attention over whole rows on one device."""
 
@@ -123,6 +147,10 @@ def scores_behind(constant: str) -> Scores | None:
     return computed_scores(resolve_planned(shipped().changed(ATTENTION | {"model.attention_kernel": kernel})))
 
 
+FULL = Loads(mean=(1.0,), busiest=(1.0,))
+"""Loads of experts where every place has a row, as in `by_grouped`."""
+
+
 def shipped() -> Config:
     """Returns the configuration of Llama-3.2 1B."""
     return load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
@@ -149,6 +177,8 @@ def programs(device: Device, capability: tuple[int, ...] | None) -> dict[str, li
         q, k = bf16((*rows_of, 4, head_dim)), bf16((*rows_of, head_dim))  # Llama-3's heads: four queries to a key
         everywhere[f"{name}_efficiency"] = [(attention, [q, k, k])]
         everywhere[f"{name}_backward_efficiency"] = [(partial(and_gradients, attention), [q, k, k, q])]
+    rows_and_matrices = bf16((GROUPED_ROWS, 2048)), bf16((EXPERTS, 2048, 1536)), bf16((GROUPED_ROWS, 1536))
+    everywhere["grouped_efficiency"] = [(by_grouped, list(rows_and_matrices))]
     return everywhere
 
 

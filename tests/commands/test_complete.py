@@ -30,8 +30,8 @@ def words(*line: str) -> list[str]:
         (["convert", "megatron", "export", "out", "--train.num_"], ["--train.num_steps", "--train.num_epochs"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
         (["report", "ru"], [FILES]),
-        (["train", "--config", "quick"], ["quickstart", FILES]),
-        (["train", "--config=quick"], ["--config=quickstart", FILES]),
+        (["train", "--config", "quick"], ["quickstart", "quickstart_moe", FILES]),
+        (["train", "--config=quick"], ["--config=quickstart", "--config=quickstart_moe", FILES]),
         (["train", "--tra"], ["--train."]),
         (["train", "--train.num_s"], ["--train.num_steps"]),
         (["train", "--train.num_steps", ""], []),
@@ -120,7 +120,7 @@ def test_bash_completes(tmp_path, path_with_script):
     assert sorted(lines.pop(2).split("|")) == sorted(everything.split("|"))
     assert lines == [
         "--config|",
-        "quickstart|filenames|",
+        "quickstart|quickstart_moe|filenames|",
         "run one.yaml|filenames|",
         "run one.yaml|filenames|",
         "--optimizer.|nospace|",

@@ -219,6 +219,7 @@ BROKEN = [
     (HardwareConfig, {"host_memory": 0.0, "host_bandwidth": 0.0, "gpus_per_host_link": 0}, ["host_memory", "host_bandwidth",
      "gpus_per_host_link"]),
     (HardwareConfig, {"calibration": ""}, ["calibration"]),
+    (HardwareConfig, {"expert_imbalance": 0.9}, ["expert_imbalance"]),
     (HardwareConfig, {"domain_bandwidth": 1e9}, ["domain_bandwidth"]),
     (HardwareConfig, {"nodes": 5, "domains": DOMAINS}, ["domains"]),
     (HardwareConfig, {"nodes": 2, "domains": DOMAINS[:1]}, ["domains"]),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import pytest
 
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.file import load_config
-from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import AXES, MeshConfig
 from llamajax.config.run import Config
@@ -146,7 +146,7 @@ MESHES = (
 )
 def test_blocks_are_those_of_the_layer(axes, slots, seq_len):
     config = run(axes, **{"parallel.expert_slots": slots, "data.seq_len": seq_len})
-    mesh = make_mesh(MeshConfig(**{"fsdp": 1} | axes))
+    mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         stream = "residual_seq" if seq_len % 4 == 0 else "seq"
         x = jax.ShapeDtypeStruct(
@@ -162,14 +162,10 @@ def test_blocks_are_those_of_the_layer(axes, slots, seq_len):
     assert Block(*found).rows == way.block_rows
 
 
-def run(axes: dict[str, int], **changes) -> Config:
-    config = tiny_config(
-        model=TINY,
-        hardware=HardwareConfig(gpu="h100", gpus_per_node=math.prod(axes.values())),
-        train=TrainConfig(num_steps=10, global_batch_size=32),
-        mesh=MeshConfig(**{"fsdp": 1} | axes),
-    )
-    return config.changed({"data.seq_len": 64} | changes)
+def run(axes: dict[str, int], **changes: Any) -> Config:
+    config = tiny_config(model=TINY, train=TrainConfig(num_steps=10, global_batch_size=32), mesh=MeshConfig(fsdp=1))
+    cluster = {"hardware.gpu": "h100", "hardware.gpus_per_node": math.prod(axes.values())}
+    return config.changed(cluster | {"data.seq_len": 64} | {f"mesh.{axis}": size for axis, size in axes.items()} | changes)
 
 
 def test_a_load_beyond_the_slots_takes_further_rounds():

@@ -1,13 +1,15 @@
-"""Which kernel computes attention, and why: from what is to be computed alone."""
+"""Which kernels compute attention and experts, and why: from what is to be computed alone."""
 
 import re
 from typing import Any
 
 import pytest
 
+from llamajax.config.experts import ExpertKernel, ExpertsConfig
 from llamajax.config.model import AttentionKernel
 from llamajax.errors import ConfigError
-from llamajax.kernels.choice import Kernel, Site, choose, obstacle
+from llamajax.kernels import choice
+from llamajax.kernels.choice import GroupedSite, Kernel, Site, choose, choose_grouped, obstacle
 from tests.tiny import tiny_config
 
 OPEN = Site(is_gpu=True, dtype="bfloat16", head_dim=128, closes_documents=False, form="gather", splits_rows=False)
@@ -88,3 +90,56 @@ def test_the_site_of_a_configuration(is_open, sequence):
     site = Site.of(model, {"data": 1, "fsdp": 2, "sequence": sequence, "tensor": 1}, "ulysses", is_gpu=True)
     assert site == Site(True, "bfloat16", model.head_dim, not is_open, "ulysses", sequence > 1)
     assert obstacle("plain", site) is None
+
+
+GROUPED = GroupedSite(is_gpu=True, dtype="bfloat16", is_float8=False, capability=(9, 0))
+ON_CPU = {"is_gpu": False, "dtype": "float32", "capability": None}
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "told"),
+    [
+        ("auto", {}, "pallas: reads and writes the experts' tokens where they are"),
+        ("auto", {"dtype": "float32", "capability": (8, 0)}, "pallas: reads and writes the experts' tokens where they are"),
+        ("auto", ON_CPU, "plain: there is no GPU"),
+        ("pallas", {}, "pallas: model.experts.kernel says so"),
+        (
+            "pallas",
+            {"is_float8": True},
+            "pallas: model.experts.kernel says so; float8 is multiplied as float16 on these GPUs",
+        ),
+        ("pallas", {"is_float8": True, "capability": (8, 9)}, "pallas: model.experts.kernel says so"),
+        ("pallas", ON_CPU, "pallas: interpreted, which is slow: there is no GPU"),
+        ("plain", ON_CPU, "plain: model.experts.kernel says so"),
+        ("tokamax", {}, "tokamax: model.experts.kernel says so"),
+    ],
+)
+def test_the_kernel_of_experts_is_chosen_with_a_reason(monkeypatch, asked: ExpertKernel, changes: dict[str, Any], told: str):
+    monkeypatch.setattr(choice, "_missing", lambda: None)
+    assert ": ".join(choose_grouped(asked, GROUPED._replace(**changes))) == told
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "reason"),
+    [
+        ("plain", {}, "on a GPU XLA multiplies every token by all experts; or set auto"),
+        ("auto", {"capability": (7, 5)}, "it needs GPUs of compute capability 8.0 or newer, and these have 7.5"),
+        ("tokamax", ON_CPU, "it needs NVIDIA GPUs; or set auto"),
+        ("tokamax", {"capability": (8, 0)}, "it needs GPUs of compute capability 9.0, .*, and these have 8.0; or set auto"),
+        ("tokamax", {"is_float8": True}, "model.matmul_dtype rounds experts' matrices to float8, .*; or set auto"),
+        ("tokamax", {"dtype": "float32"}, "model.compute_dtype is float32, .*; or set auto"),
+    ],
+)
+def test_a_kernel_of_experts_that_cannot_run_is_an_error(asked: ExpertKernel, changes: dict[str, Any], reason: str):
+    kernel = "pallas" if asked == "auto" else asked
+    with pytest.raises(ConfigError, match=f"^model.experts.kernel: {kernel} cannot be used: {reason}$"):
+        choose_grouped(asked, GROUPED._replace(**changes))
+
+
+def test_the_site_of_experts():
+    """Experts are in float8 where one of their matrices is."""
+    exempt = {"model.matmul_dtype": "float8", "model.float8_exempt": ("w_down",)}
+    model = tiny_config().changed({"model.experts": ExpertsConfig(num_experts=4), "model.compute_dtype": "bfloat16"}).model
+    assert GroupedSite.of(model, is_gpu=True, capability=(9, 0)) == GROUPED
+    rounded = tiny_config().changed(exempt).model
+    assert GroupedSite.of(rounded, is_gpu=True, capability=None).is_float8

@@ -1,23 +1,36 @@
-"""Products of tokens with their experts' matrices, by every kernel that runs here, against the definition; and the kernels in
-Pallas as XLA compiles them for GPUs."""
+"""Products of tokens with their experts' matrices, by every kernel that runs here, against the definition; and the kernels
+as XLA compiles them for GPUs."""
 
+import contextlib
 import dataclasses
 import functools
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from llamajax.config.experts import ExpertKernel
-from llamajax.config.parallel import MeshConfig
-from llamajax.kernels import grouped
+from llamajax.config.parallel import AXES, MeshConfig
+from llamajax.errors import ConfigError
+from llamajax.estimates.gpus import planned_gpu
+from llamajax.kernels import grouped, grouped_pallas
 from llamajax.kernels.grouped import Form, experts_on_rows
 from llamajax.kernels.grouped_pallas import Named, visits
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import E4M3, E5M2, Float8, rounded
 from llamajax.parallel.mesh import make_mesh
+from llamajax.planning.xla.compile import planned_mesh
+from llamajax.planning.xla.hlo import arrays
+from llamajax.planning.xla.parse import parse
+from tests.kernels.test_pallas import needs
+from tests.planning.plans import CONFIG
 
 R, M, E, I_, F = 330, 300, 4, 40, 72
 """Rows, places for them, experts, widths: none of them is a multiple of a tile."""
@@ -30,7 +43,7 @@ SIZES = {
 }
 
 
-on_device = functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+on_device: Any = functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +94,8 @@ def results(kernel: ExpertKernel, dtype: str) -> Any:
         (_, y), (d_x, *gradients) = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(*known)
         return y, jnp.where(is_row, d_x, 0), *gradients
 
-    return lambda groups: run(groups, *drawn(dtype))
+    compiled: Any = run
+    return lambda groups: compiled(groups, *drawn(dtype))
 
 
 @functools.cache
@@ -112,8 +126,11 @@ def definition() -> Any:
     ],
 )
 def test_results_and_gradients_are_those_of_the_definition(kernel: ExpertKernel, dtype: str, bound: float, sizes: str):
-    groups = groups_of(SIZES[sizes])
-    found, expected = results(kernel, dtype)(groups), definition()(experts_of(groups))
+    check(results(kernel, dtype), groups_of(SIZES[sizes]), bound)
+
+
+def check(results: Any, groups: Groups, bound: float) -> None:
+    found, expected = results(groups), definition()(experts_of(groups))
     for name, own, true in zip(("y", "x", "weights", "w_gate_up", "w_down"), found, expected, strict=True):
         true = np.asarray(true)
         np.testing.assert_allclose(
@@ -121,14 +138,39 @@ def test_results_and_gradients_are_those_of_the_definition(kernel: ExpertKernel,
         )
 
 
+def test_tokamax_is_asked_for_the_same_products(monkeypatch):
+    """With rows in their order, by a stand-in that leaves rows of no expert unwritten and sums zeros times them."""
+
+    def stand_in(x: jax.Array, y: jax.Array, sizes: jax.Array, dims: Any, *, implementation: str, **how: Any) -> jax.Array:
+        assert implementation == "mosaic"
+        product = jax.lax.ragged_dot_general(x, y, sizes, dims, **how)
+        if not dims.rhs_group_dimensions:
+            return product + jnp.sum(0 * x) + jnp.sum(0 * y)
+        return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), product, jnp.nan)
+
+    settings = SimpleNamespace(ignore_autotuning_cache=lambda _: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(ragged_dot_general=stand_in, config=settings))
+    monkeypatch.setattr(grouped, "grouped_form", lambda *_: "tokamax")
+    check(results.__wrapped__("tokamax", "float32"), groups_of(SIZES["uneven"]), 1e-5)
+
+
 def test_a_tile_is_visited_once_for_every_expert_in_it():
-    found = visits(jnp.asarray([5, 0, 170, 22, 0]), 300)
-    assert found.count[0] == 4
+    of_sizes = jax.jit(visits, static_argnums=1)
+    found = of_sizes(jnp.asarray([5, 0, 170, 22, 0]), 300)
+    assert found.num_visits[0] == 4
     assert list(zip(found.expert[:4].tolist(), found.tile[:4].tolist(), strict=True)) == [(0, 0), (2, 0), (2, 1), (3, 1)]
     assert found.bounds.tolist() == [0, 5, 5, 175, 197, 197]
-    for sizes in ([300, 0, 0], [99, 100, 101], [0, 0, 0]):
-        own = visits(jnp.asarray(sizes), 300)
-        assert own.count[0] <= len(own.tile)
+    for sizes in ([300, 0, 0, 0, 0], [99, 100, 0, 1, 100], [0, 0, 0, 0, 0]):
+        own = of_sizes(jnp.asarray(sizes), 300)
+        assert own.num_visits[0] <= len(own.tile)
+
+
+def test_arrays_in_float8_that_pallas_cannot_index_are_refused():
+    """Its offsets have 32 bits up to 4 GiB, with a sign."""
+    like: Any = jax.ShapeDtypeStruct
+    x, w = (Float8(like(n, E4M3), jnp.ones(()), jnp.dtype("bfloat16")) for n in ((2**20, 2048), (4, 2048, 8)))
+    with pytest.raises(ConfigError, match=r"^model.matmul_dtype: float8 has 2\^31 or more numbers in an array .*; set"):
+        grouped_pallas.times(x, w, groups_of(SIZES["uneven"]), "x")  # pyright: ignore[reportArgumentType]
 
 
 def plain_values(x: Float8) -> np.ndarray:
@@ -162,10 +204,80 @@ def test_products_in_float8_are_those_of_rounded_factors(form: Form, named: Name
 
     ways = (at_rows, in_places) if named == "x" else (in_places, at_rows)
     y, d_x, d_w = run(ways[0](x), ways[1](d), w, padding)
-    x8, d8 = (plain_values(rounded(jnp.asarray(hot.any(1)[:, None] * a), form)) for a, form in ((x, E4M3), (d, E5M2)))
+    x8, d8 = (plain_values(rounded(jnp.asarray(hot.sum(1, keepdims=True) * a), form)) for a, form in ((x, E4M3), (d, E5M2)))
     w8 = plain_values(w)
     expected = np.einsum("RI,EIF,RE->RF", x8, w8, hot), np.einsum("RF,EIF,RE->RI", d8, w8, hot)
     for own, true, way in zip((y, d_x), expected, ways[::-1], strict=True):
         known = way(true)
         np.testing.assert_allclose(np.where(np.isnan(known), np.nan, own), known, rtol=0, atol=1e-4)
     np.testing.assert_allclose(d_w, np.einsum("RI,RF,RE->EIF", x8, d8, hot), rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "products"),
+    [
+        ("h100", "bfloat16", "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"),
+        ("h100", "float8", "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"),
+        ("a100-80gb", "bfloat16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"),
+        pytest.param("rtx-4090", "bfloat16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", marks=pytest.mark.long),
+        pytest.param("h100", "float32", "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32", marks=pytest.mark.long),
+    ],
+)
+def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products: str, tmp_path: Path):
+    """Four products of rows and two of matrices, forward and backward, on matrix units and without atomics; of an expert's
+    share of Qwen3-30B-A3B, with fewer rows."""
+    rows, places, experts, width, hidden = 10_000, 8192, 16, 2048, 768
+    config = CONFIG.changed({"hardware.gpu": gpu, "hardware.nodes": 1, "mesh": MeshConfig()})
+    devices = planned_mesh(config).devices
+    mesh = Mesh(devices.reshape(-1)[:1].reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    wide = "float32" if dtype == "float32" else "bfloat16"
+
+    checked: Any = functools.partial(jax.shard_map, in_specs=jax.P(), out_specs=jax.P())
+
+    @jax.jit
+    @checked
+    def both_passes(x: jax.Array, weights: jax.Array, matrices: Any, groups: Groups, d: jax.Array) -> Any:
+        y, pull_back = jax.vjp(
+            lambda x, weights, own: experts_on_rows(x, weights, groups, *own, "auto"), x, weights, matrices
+        )
+        d_x, d_weights, d_matrices = pull_back(d)
+        return y, d_x, d_weights, [own.stand_in if isinstance(own, Float8) else own for own in d_matrices]
+
+    def like(shape: tuple[int, ...], dtype: str = wide) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P()))
+
+    def matrix(*shape: int) -> Any:
+        if dtype != "float8":
+            return like(shape)
+        return Float8(like(shape, "float8_e4m3fn"), like((), "float32"), jnp.dtype(wide), like(shape))
+
+    matrices = matrix(experts, width, 2, hidden), matrix(experts, hidden, width)
+    groups = Groups(*map(like, ((places,), (experts,), (rows,), (rows,)), ("int32", "int32", "bool", "int32")))
+    with jax.set_mesh(mesh), jax.default_device(devices.flat[0]):
+        compiled: Any = both_passes
+        lowered = compiled.lower(like((rows, width)), like((rows,), "float32"), matrices, groups, like((rows, width)))
+        options: dict[str, Any] = {
+            "xla_backend_optimization_level": 3, "xla_dump_to": str(tmp_path),
+            "xla_dump_hlo_module_re": ".*both_passes.*", "xla_dump_emitter_re": "ptx",
+        }  # fmt: skip
+        text = lowered.compile(options).as_text()
+    assert text is not None
+    assert (text.count('name = "grouped_rows"'), text.count('name = "grouped_weights"')) == (4, 2)
+    made = {
+        array.dims for c in parse(text).computations.values() for i in c.instructions.values() for array in arrays(i.shape)
+    }
+    assert (rows, width) in made
+    assert (places, 2 * hidden) in made
+    assert (places, width) not in made
+    card = planned_gpu(config.hardware)
+    for name, of_block in needs(tmp_path, card, "grouped").items():
+        assert of_block.threads * of_block.registers <= 65_536, (name, of_block)
+        assert of_block.shared_bytes <= card.shared_memory_per_block, (name, of_block)
+        assert of_block.spilled == 0, (name, of_block)
+    kernels = [text for path in tmp_path.glob("*.ptx") if ".entry grouped_" in (text := path.read_text())]
+    assert len(kernels) == 6
+    for kernel in kernels:
+        assert products in kernel
+        assert not re.search(r"\b(atom|red)\.", kernel)

@@ -289,18 +289,18 @@ class Needs(NamedTuple):
     shared_bytes: int
 
 
-def needs(folder: Path, gpu: Gpu) -> dict[str, Needs]:
-    """Returns the needs of every attention kernel that XLA wrote into the folder, from NVIDIA's assembler and XLA's own
-    launches."""
+def needs(folder: Path, gpu: Gpu, kernels: str = "attention") -> dict[str, Needs]:
+    """Returns the needs of every kernel with such a name that XLA wrote into the folder, from NVIDIA's assembler and XLA's
+    own launches."""
     import nvidia  # pyright: ignore[reportMissingImports]  # of the extra `plan`
 
     (ptxas,) = (found for root in nvidia.__path__ for found in Path(root).rglob("bin/ptxas"))
     architecture = "sm_90a" if gpu.compute_capability == (9, 0) else "sm_{}{}".format(*gpu.compute_capability)
     (thunks,) = folder.glob("*thunk_sequence.txt")
-    launches = re.findall(r"(attention_\w+) grid: .* threads: \[(\d+), 1, 1\] +shared_memory: (\d+)", thunks.read_text())
+    launches = re.findall(rf"({kernels}_\w+) grid: .* threads: \[(\d+), 1, 1\] +shared_memory: (\d+)", thunks.read_text())
     found: dict[str, Needs] = {}
     for ptx in folder.glob("*.ptx"):
-        if ".entry attention_" in ptx.read_text():
+        if f".entry {kernels}_" in ptx.read_text():
             command = [str(ptxas), "-v", f"-arch={architecture}", str(ptx), "-o", str(folder / "cubin")]
             told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             for name, threads, shared in launches:

@@ -8,15 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from llamajax.config.experts import ExpertsConfig
+from llamajax.config.layer_weights import MATRICES
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.model.experts import Experts
 from llamajax.parallel.arrays import named_arrays
+from llamajax.parallel.float8 import E4M3
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.zero import gathered
+from llamajax.parallel.zero import gathered, in_float8
 from tests.tiny import single_device_mesh
 
 B, T, D = 8, 12, 16
@@ -98,7 +101,8 @@ def expected(kind: str) -> Any:
     return weights, x, d, jax.tree.map(np.asarray, (results, gradients))
 
 
-def found(kind: str, mesh: jax.sharding.Mesh, slots: float) -> Any:
+def found(kind: str, mesh: jax.sharding.Mesh, slots: float, float8: DTypeLike | None = None) -> Any:
+    """Results and gradients; `float8` is the format of the matrices that are multiplied in float8."""
     weights, x, d, _ = expected(kind)
     jax.set_mesh(mesh)
     config, parallel = model_config(kind), PLAIN.__class__(**{**PLAIN.__dict__, "expert_slots": slots})
@@ -110,8 +114,10 @@ def found(kind: str, mesh: jax.sharding.Mesh, slots: float) -> Any:
 
     @jax.jit
     def run(experts: Experts, x: jax.Array) -> Any:
+        rounded = in_float8(experts, MATRICES, float8, jnp.float32, num_stacked=0) if float8 else None
+
         def loss(experts: Experts, x: jax.Array) -> Any:
-            y, values = gathered(experts, jnp.float32)(x, parallel)
+            y, values = gathered(experts, jnp.float32, rounded)(x, parallel)
             return jnp.sum(y * d) + sum(map(jnp.sum, values.values())), (y, values)
 
         (_, results), (d_experts, d_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(experts, x)
@@ -141,6 +147,27 @@ def test_results_and_gradients_are_those_of_the_definition(kind: str, slots: flo
 )
 def test_devices_share_the_experts(kind: str, axes: dict[str, int], slots: float):
     same(found(kind, make_mesh(MeshConfig(**{"fsdp": 1} | axes)), slots), expected(kind)[3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "slots"),
+    [
+        ("large", {}, 0.3),
+        pytest.param("fine, shared", {"expert": 2, "fsdp": 2, "tensor": 2}, 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_the_program_of_float8_computes_the_same_where_nothing_is_rounded(kind: str, axes: dict[str, int], slots: float):
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1} | axes)) if axes else single_device_mesh()
+    same(found(kind, mesh, slots, "float32"), expected(kind)[3])
+
+
+@pytest.mark.slow
+def test_matrices_in_float8_change_results_by_rounding_alone():
+    mesh = make_mesh(MeshConfig(expert=4, fsdp=2))
+    ours, truth = (jax.tree.leaves(own) for own in (found("large", mesh, 0.5, E4M3), expected("large")[3]))
+    errors = [np.linalg.norm(own - true) / np.linalg.norm(true) for own, true in zip(ours, truth, strict=True)]
+    assert max(errors) < 0.12
+    assert min(errors) > 1e-3  # and everything is rounded, or computed from what is
 
 
 def same(found: Any, expected: Any) -> None:

@@ -27,7 +27,7 @@ from tests.planning.profiles import CONFIG, COSTS, TEXT, binary, costs
 from tests.tiny import tiny_config
 
 CLUSTER_CONFIGS = sorted(
-    path for path in (pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml") if path.stem != "quickstart"
+    path for path in (pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml") if not path.stem.startswith("quickstart")
 )
 PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
 

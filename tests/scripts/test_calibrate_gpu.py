@@ -30,7 +30,7 @@ from llamajax.step.resolve import resolve_planned
 from scripts import calibrate_gpu
 from scripts.calibrate_gpu import CalibrateConfig, Timing, data_sheet, solved, timed
 from scripts.calibration import programs as programs_of
-from scripts.calibration.programs import ROOT, programs, repeated, scores_behind
+from scripts.calibration.programs import FULL, ROOT, programs, repeated, scores_behind
 from tests.estimates.test_calibration import MEASUREMENT
 
 BASE = load_config(ROOT / "configs" / "llama3_2_1b_8xh100.yaml")
@@ -62,12 +62,12 @@ def check_that_constants_come_back(found, device, gpu):
         kernel_s=3e-6, memory_efficiency=0.7, matmul_efficiency=0.6, attention_efficiency=0.4,
         attention_backward_efficiency=0.3, pallas_efficiency=0.25, pallas_backward_efficiency=0.2,
         attention_64_efficiency=0.35, attention_64_backward_efficiency=0.28, tokamax_efficiency=0.55,
-        tokamax_backward_efficiency=0.5,
+        tokamax_backward_efficiency=0.5, grouped_efficiency=0.42,
     )  # fmt: skip
     machine, told = Machine(gpu=gpu), Machine(gpu=gpu, measured=known)
     for name, several in found.items():
         modules = [compiled(work, shapes, device) for work, shapes in several]
-        timelines = [replay(module, told, {}, scores_behind(name)) for module in modules]
+        timelines = [replay(module, told, {}, scores_behind(name), FULL) for module in modules]
         assert not any(timeline.not_understood for timeline in timelines)
         value = solved(name, modules, sum(timeline.step_time_s for timeline in timelines), machine)
         assert value == pytest.approx(getattr(known, name), rel=1e-3), name

@@ -25,5 +25,5 @@ def test_of_several_gpus_all_parts_see_the_first(tmp_path, visible, expected):
     outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     seen = (tmp_path / "seen").read_text().splitlines()
-    assert len(seen) == 10  # two facts, four parts, and three runs with their comparison
+    assert len(seen) == 11  # two facts, five parts, and three runs with their comparison
     assert set(seen) == {expected}

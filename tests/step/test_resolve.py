@@ -1,16 +1,18 @@
 """The resolution of `auto`: printed with its reason, the same for all callers, never against a setting."""
 
+import dataclasses
 import re
 from typing import Any
 
 import pytest
 
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import REMATS
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
-from llamajax.step.resolve import MAX_UNROLLED, float8_matmuls, resolve, sequence_form, tensor_form
+from llamajax.step.resolve import MAX_UNROLLED, float8_matmuls, matmul_kernels, resolve, sequence_form, tensor_form
 from tests.planning.plans import CONFIG
 from tests.tiny import tiny_config
 
@@ -175,6 +177,14 @@ def test_what_is_multiplied_in_float8_is_told(capability):
     assert told.startswith("float8 with wqkv, w_gate_up, w_down of each layer; ")
     assert ("no faster" in told) == (capability is None)
     assert ("MFU counts bfloat16's peak" in told) == (capability is not None)
+
+
+def test_the_kernel_of_experts_is_told_and_one_that_cannot_run_is_refused():
+    model = planned()[0].changed({"model.experts": ExpertsConfig(num_experts=4)}).model
+    assert matmul_kernels(model, None) == {"experts": "plain: there is no GPU"}
+    assert matmul_kernels(model, (9, 0))["experts"].startswith("pallas: ")
+    with pytest.raises(ConfigError, match=r"^model\.experts\.kernel: plain cannot be used: on a GPU .*; or set auto$"):
+        matmul_kernels(dataclasses.replace(model, experts=ExpertsConfig(num_experts=4, kernel="plain")), (9, 0))
 
 
 OPEN = {"model.attend_across_documents": True}

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from llamajax.config.data import DataConfig
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.file import load_config
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
-from llamajax.config.parallel import AXES, PLAIN, DistributedConfig, MeshConfig
+from llamajax.config.parallel import AXES, PLAIN, DistributedConfig, MeshConfig, num_parts
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.errors import ConfigError
@@ -35,15 +36,17 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def mesh(data: int = 1, fsdp: int = 1, sequence: int = 1, tensor: int = 1) -> dict[str, int]:
-    return dict(zip(AXES, (1, data, fsdp, sequence, tensor), strict=True))
+def mesh(data: int = 1, fsdp: int = 1, sequence: int = 1, tensor: int = 1, expert: int = 1) -> dict[str, int]:
+    return dict(zip(AXES, (1, data, fsdp, expert, sequence, tensor), strict=True))
 
 
 def large(axes: dict[str, Any], model: ModelConfig = MODEL, **changed) -> Config:
     config = tiny_config(
         model=model,
         data=DataConfig(sources=tiny_config().data.sources, seq_len=8192),
-        train=TrainConfig(num_steps=1000, global_batch_size=24 * axes["data"] * axes["fsdp"], grad_accum_steps=4),
+        train=TrainConfig(
+            num_steps=1000, global_batch_size=24 * axes["data"] * axes["fsdp"] * axes["expert"], grad_accum_steps=4
+        ),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100),
         mesh=MeshConfig(**axes, num_cpu_devices=math.prod(axes.values())),
     )
@@ -234,6 +237,42 @@ def test_one_device_is_the_plainest_run_there_is():
     assert set(changes(small, one)) >= {"mesh.data", "mesh.fsdp", "mesh.num_cpu_devices", "train.grad_accum_steps"}
     assert (one.parallel, one.model.remat, one.train.grad_accum_steps) == (PLAIN, "none", 1)
     assert one.train.global_batch_size == small.train.global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "configured", "scaled"),
+    [
+        (128, mesh(fsdp=2, expert=8), "every device has whole experts"),
+        (8, mesh(fsdp=8, expert=8), "one expert of a device is split by the others that hold it"),
+        (128, mesh(fsdp=32, expert=8), "so are several"),
+        (64, mesh(expert=8, tensor=8), "every device has whole experts"),
+    ],
+)
+def test_experts_stay_whole_or_split(num_experts, configured, scaled):
+    changed = {"num_experts": num_experts, "top_k": 8, "mlp_dim": 768, "shared_mlp_dim": 1536, "latent_dim": None}
+    config = large(configured, model__experts=ExpertsConfig(**changed))
+    axes = scaled_axes(configured)
+    small = scale_down(config, configured, axes).model.experts
+    for dim in ("experts", "expert_shards"):
+        before, after = num_parts(dim, configured), num_parts(dim, axes)
+        assert (small.num_experts % after == 0) == (num_experts % before == 0), scaled
+    assert small.top_k == min(2, small.num_experts)
+    assert small.mlp_dim and small.shared_mlp_dim and small.latent_dim is None
+    assert not list(small.broken_rules())
+
+
+def test_groups_and_layers_without_experts_stay():
+    grouped = {"num_experts": 256, "num_groups": 8, "top_groups": 4, "top_k": 8, "scores": "sigmoid", "latent_dim": 1024}
+    axes = mesh(fsdp=8, expert=8)
+    for first, step, num_layers in ((3, 1, 61), (0, 2, 32), (1, 4, 29), (0, 1, 32)):
+        experts = ExpertsConfig(**grouped, first_dense_layers=first, layer_step=step)
+        config = large(axes, dataclasses.replace(MODEL, num_layers=num_layers, experts=experts))
+        small = scale_down(config, axes, scaled_axes(axes)).model
+        dense, configured = small.experts.dense_layers(small.num_layers), experts.dense_layers(num_layers)
+        assert (0 in dense, bool(dense)) == (0 in configured, bool(configured))
+        assert (small.experts.layer_step == 1) == (step == 1)
+        assert 1 < small.experts.num_groups > small.experts.top_groups
+        assert not list(small.broken_rules())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

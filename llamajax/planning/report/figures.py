@@ -11,9 +11,9 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   parameters, without recomputation), `experts` (see `expert_figures`; null without experts), `zero_minimum_bytes` (weights
   and moments, evenly over all devices that can share them), `least_wire_bytes` (see `estimates.communication`),
   `checkpoint_bytes` (one checkpoint of all devices: weights and moments).
-- `forms`: the chosen form for each setting of `parallel`, and why; likewise the kernel for `attention`, and for `matmuls`
-  those in float8, if any. `warning`: attention's kernel is not fused, or null. `remarks`: assumptions about such GPUs, one
-  line each.
+- `forms`: the chosen form for each setting of `parallel`, and why; likewise the kernels for `attention` and `experts`,
+  and for `matmuls` those in float8, if any. `warning`: attention's kernel is not fused, or null. `remarks`: assumptions
+  about such GPUs, one line each.
 - `calibration`: null, or the `file` of measured constants, the `device`, `date`, `commit` and `jax` of their measurement,
   and the `constants` that differ from the built-in ones, by name: `built_in` and `measured`.
 - `accuracy`: results of known runs on such GPUs, or null: `by` (`published` ones, or those `measured` with the constants of
@@ -105,7 +105,7 @@ from llamajax.planning.report.experts import expert_figures
 from llamajax.planning.report.host_memory import host_figures
 from llamajax.planning.schedule_choice import FASTEST
 from llamajax.planning.search import Sweep
-from llamajax.step.resolve import ResolvedRun, attention_kernel, float8_matmuls, resolve_planned
+from llamajax.step.resolve import ResolvedRun, attention_kernel, matmul_kernels, resolve_planned
 
 SCHEMA_VERSION = 2
 _PEAK_TENSORS = 20
@@ -169,7 +169,7 @@ def _kernels(run: ResolvedRun) -> tuple[dict[str, str], str | None]:
     """Returns the `forms` that are not settings of `parallel`, and `warning`."""
     capability = run.gpu and run.gpu.compute_capability
     kernel, warning = attention_kernel(run, capability)
-    return {"attention": kernel} | float8_matmuls(run.config.model, capability), warning
+    return {"attention": kernel} | matmul_kernels(run.config.model, capability), warning
 
 
 def figures(plan: Plan, sweep: Sweep | None = None, plans: Sequence[Plan] = ()) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Programs that measure attention's constants: causal attention, whose scores count as in plans."""
+"""Programs that measure the constants of attention, whose scores count as in plans, and of experts."""
 
 from functools import partial
 
@@ -62,3 +62,18 @@ def test_what_is_measured_of_the_own_kernels_is_causal_attention():
 
     found, true = (programs.and_gradients(attention, q, k, v, d_out) for attention in (by_pallas, plainly))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, true)
+
+
+def test_what_is_measured_of_experts_is_their_products_and_gradients():
+    """As jax interprets the kernels, for uneven experts and tokens in any order."""
+    jax.set_mesh(None)
+    x, w, d = programs.random([jax.ShapeDtypeStruct(n, jnp.float32) for n in ((256, 40), (3, 40, 24), (256, 24))])
+    groups = programs.random_groups(3, 256)
+    assert len(set(groups.sizes.tolist())) == 3
+    y, d_x, d_w = jax.jit(partial(programs.by_grouped, interpret=True))(x, w, d)
+    expert = np.repeat(np.arange(3), groups.sizes)
+    rows, own = np.asarray(x)[groups.order], np.asarray(w)[expert]
+    np.testing.assert_allclose(y, np.einsum("RK,RKN->RN", rows, own), atol=1e-4)
+    np.testing.assert_allclose(d_x[groups.order], np.einsum("RN,RKN->RK", d, own), atol=1e-4)
+    for number, found in enumerate(d_w):
+        np.testing.assert_allclose(found, rows[expert == number].T @ np.asarray(d)[expert == number], atol=1e-3)

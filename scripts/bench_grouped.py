@@ -1,0 +1,301 @@
+"""Compares the kernels that multiply tokens by their experts' matrices on one GPU, forward and backward.
+
+    python scripts/bench_grouped.py [--models qwen3_30b_a3b,mixtral_8x7b] [--rows 128,512,2048,8192] [--json FILE]
+
+Measures both products of one layer's experts, into their hidden layers and out of them, with random bfloat16 numbers:
+the 16 experts of Qwen3-30B-A3B that a GPU among eight has, and Mixtral's eight on one GPU. `rows` is the mean number of
+tokens per expert; every expert has another number, and tokens lie in random order. `dense` multiplies as many tokens by a
+single matrix, which no kernel in 16 bits can beat. Kernels are called as training calls them (`model.experts.kernel`) and
+alternate in order (A B B A). For each pass alone the table shows the median of the rounds in ms; `spread`, the distance of
+their quartiles as a share of the median; `tflops`; `of peak`, their share of the data sheet's 16-bit peak, for float8 too;
+and `of dense`, the speed as a share of `dense`. A backward pass has twice the products.
+
+Exit code 1: a kernel failed, or its results or gradients differ from the definition. `--toy` runs all this on a CPU.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for a machine where llamajax is not installed
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from rich.table import Table
+
+from llamajax.errors import UserError
+from llamajax.estimates.gpus import find_gpu
+from llamajax.kernels.choice import GroupedSite, compute_capability, grouped_obstacle, is_on_gpu
+from llamajax.kernels.grouped import grouped_form, groups_to_rows, rows_to_groups
+from llamajax.kernels.grouped_pallas import padded
+from llamajax.parallel.dispatch import Groups
+from llamajax.parallel.float8 import E4M3, LEAST_CAPABILITY, Float8, rounded
+from llamajax.processes.exit import end_with, exit_code
+from llamajax.watch.console import log_own, print_table
+from llamajax.watch.option_files import check_outputs, write_output
+from scripts.bench import card
+from scripts.bench_attention import Size, prepare, several_numbers, take_turns
+from scripts.bench_gpu import about, several
+
+KERNELS = ("dense", "pallas", "pallas float8", "tokamax", "plain")
+PASSES = {"forward": 1, "backward": 2}
+"""Passes with the number of their products, relative to the forward pass."""
+TOLERANCE = {"bfloat16": 2e-2, "float8": 0.15}
+"""Largest error, as a share of the norm of the exact array."""
+
+
+class Shape(NamedTuple):
+    """Shape of a layer's experts on one device."""
+
+    experts: int
+    width: int
+    hidden: int
+
+
+MODELS = {"qwen3_30b_a3b": Shape(16, 2048, 768), "mixtral_8x7b": Shape(8, 4096, 14336)}
+TOY = {"toy": Shape(4, 40, 24)}
+GPU_SIZE, TOY_SIZE = Size(0, 0, 0, rounds=8, calls=10), Size(0, 0, 0, rounds=2, calls=1)
+
+
+class Case(NamedTuple):
+    """Experts of a model, and the mean number of each one's tokens."""
+
+    model: str
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.rows:,} tokens per expert"
+
+
+def random_groups(shape: Shape, rows: int) -> Groups:
+    """Returns groups of uneven sizes, whose tokens lie in random order among as many places and a quarter more."""
+    rng, num = np.random.default_rng(0), shape.experts * rows
+    sizes = rng.multinomial(num, rng.dirichlet(np.full(shape.experts, 8.0))).astype(np.int32)
+    order = rng.permutation(num + num // 4).astype(np.int32)
+    is_row, place = np.zeros(len(order), bool), np.zeros(len(order), np.int32)
+    is_row[order[:num]], place[order[:num]] = True, np.arange(num)
+    found = Groups(*map(jnp.asarray, (order[: num + num // 8], sizes, is_row, place)))
+    return found._replace(order=padded(found.order))
+
+
+class Operands(NamedTuple):
+    """Factors of both products, and the gradients of their results."""
+
+    x: jax.Array
+    """Tokens [R, I], in any order."""
+    h: jax.Array
+    """Hidden values [M, F], expert after expert."""
+    w_in: Any
+    """Matrices [E, I, 2 F]."""
+    w_out: Any
+    """Matrices [E, F, I]."""
+    d_hidden: jax.Array
+    """Gradient of the products with `w_in`, expert after expert."""
+    d_out: jax.Array
+    """Gradient of the products with `w_out`, at the tokens' rows."""
+
+
+def random_operands(shape: Shape, groups: Groups) -> Operands:
+    rows, places, (E, width, hidden) = len(groups.is_row), len(groups.order), shape
+    dims = (rows, width), (places, hidden), (E, width, 2 * hidden), (E, hidden, width), (places, 2 * hidden), (rows, width)
+    return Operands(*(jax.random.normal(jax.random.key(seed), own, jnp.bfloat16) for seed, own in enumerate(dims)))
+
+
+def operands_of(kernel: str, operands: Operands, num_tokens: int) -> Operands:
+    """Returns what a kernel of `KERNELS` multiplies."""
+    if kernel == "dense":
+        x, h, w_in, w_out, d_hidden, d_out = operands
+        return Operands(x[:num_tokens], h[:num_tokens], w_in[0], w_out[0], d_hidden[:num_tokens], d_out[:num_tokens])
+    if "float8" in kernel:
+        return operands._replace(w_in=_in_float8(operands.w_in), w_out=_in_float8(operands.w_out))
+    return operands
+
+
+def _in_float8(w: jax.Array) -> Float8:
+    return dataclasses.replace(jax.jit(partial(rounded, form=E4M3))(w), stand_in=jnp.zeros_like(w))
+
+
+def products(kernel: str, groups: Groups, x: jax.Array, h: jax.Array, w_in: Any, w_out: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns both products by a kernel of `KERNELS`, or by the `definition`."""
+    if kernel == "dense":
+        return x @ w_in, h @ w_out
+    if kernel == "definition":
+        return by_definition(groups, x, h, w_in, w_out)
+    asked: Any = kernel.split()[0]
+    form = grouped_form(asked, w_in, w_out)
+    return rows_to_groups(form, x, w_in, groups), groups_to_rows(form, h, w_out, groups)
+
+
+def by_definition(
+    groups: Groups, x: jax.Array, h: jax.Array, w_in: jax.Array, w_out: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the products of all tokens with every expert's matrix, added up where it is their own."""
+    expert = jnp.searchsorted(jnp.cumsum(groups.sizes), jnp.arange(len(h)), side="right")
+
+    def add(sums: tuple[jax.Array, jax.Array], own: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
+        number, w_in, w_out = own
+        is_own = (expert == number)[:, None]
+        hidden, out = jnp.where(is_own, x[groups.order], 0) @ w_in, jnp.where(is_own, h, 0) @ w_out
+        return (sums[0] + hidden, sums[1] + out), None
+
+    zeros = jnp.zeros((len(h), w_in.shape[2]), x.dtype), jnp.zeros((len(h), w_out.shape[2]), x.dtype)
+    (hidden, out), _ = jax.lax.scan(add, zeros, (jnp.arange(len(w_in)), w_in, w_out))
+    return hidden, jnp.where(groups.is_row[:, None], out[groups.place], 0)
+
+
+def compiled(kernel: str, groups: Groups, operands: Operands) -> dict[str, jax.stages.Compiled]:
+    """Compiles a program of groups and operands for each pass; arrays may be given as shapes."""
+
+    def forward(groups: Groups, operands: Operands) -> Any:
+        return products(kernel, groups, *operands[:4])
+
+    def backward(groups: Groups, operands: Operands) -> Any:
+        gradients = jax.vjp(partial(products, kernel, groups), *operands[:4])[1](operands[4:])
+        return [own.stand_in if isinstance(own, Float8) else own for own in gradients]
+
+    on_device = partial(jax.shard_map, in_specs=P(), out_specs=P(), check_vma=False)
+    passes = {"forward": forward, "backward": backward}
+    return {name: jax.jit(on_device(own)).lower(groups, operands).compile() for name, own in passes.items()}
+
+
+def obstacle(kernel: str) -> str | None:
+    """Returns the reason that a kernel of `KERNELS` cannot run here; None if it can."""
+    asked: Any = kernel.split()[0]
+    is_float8, capability = "float8" in kernel, compute_capability()
+    if is_float8 and capability is not None and capability < LEAST_CAPABILITY:
+        return "these GPUs multiply nothing in float8"
+    return grouped_obstacle(asked, GroupedSite(is_on_gpu(), "bfloat16", is_float8, capability)) if asked != "dense" else None
+
+
+def measure(case: Case, shape: Shape, size: Size, peak: float | None, *, timed: bool) -> list[dict[str, Any]]:
+    """Returns a row for each kernel: its `error`, and the times of both passes; or why it `cannot` or is `wrong`."""
+    groups, num_tokens = random_groups(shape, case.rows), shape.experts * case.rows
+    operands = random_operands(shape, groups)
+    told: dict[str, dict[str, Any]] = {kernel: case._asdict() | {"kernel": kernel} for kernel in KERNELS}
+    calls: dict[tuple[str, str], Callable[[], Any]] = {}
+
+    def ways(kernel: str) -> dict[str, Callable[[], Any]]:
+        own = operands_of(kernel, operands, num_tokens)
+        return {way: partial(program, groups, own) for way, program in compiled(kernel, groups, own).items()}
+
+    truth = results(groups, ways("definition"))
+    for kernel, row in told.items():
+        if reason := obstacle(kernel):
+            row["cannot"] = reason
+            continue
+        try:
+            own = ways(kernel)
+            found = truth if kernel == "dense" else results(groups, own)
+        except (UserError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            # llamajax, XLA, the GPU or the kernel's library refused it: the row and the exit code report it.
+            row["wrong"] = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            continue
+        if kernel != "dense":
+            off = [np.linalg.norm(own - true) / np.linalg.norm(true) for own, true in zip(found, truth, strict=True)]
+            row["error"], most = float(np.max(off)), TOLERANCE["float8" if "float8" in kernel else "bfloat16"]
+            if not row["error"] <= most:
+                row["wrong"] = f"off the definition by more than {most}"
+                continue
+        calls |= {(kernel, way): call for way, call in own.items()}
+    taken, flops = take_turns(calls, size), 6 * num_tokens * shape.width * shape.hidden
+    for (kernel, way), seconds in taken.items() if timed else ():
+        low, median, high = statistics.quantiles(seconds, n=4)
+        rate = PASSES[way] * flops / median
+        told[kernel] |= {
+            f"{way}_ms": 1e3 * median, f"{way}_spread": (high - low) / median, f"{way}_tflops": rate / 1e12,
+            f"{way}_of_dense": statistics.median(taken["dense", way]) / median,
+        }  # fmt: skip
+        told[kernel] |= {} if peak is None else {f"{way}_of_peak": rate / peak}
+    return list(told.values())
+
+
+def results(groups: Groups, ways: Mapping[str, Callable[[], Any]]) -> list[np.ndarray]:
+    """Returns the arrays of both passes, with zeros for rows of no expert."""
+    is_place = (jnp.arange(len(groups.order)) < jnp.sum(groups.sizes))[:, None]
+    is_row = groups.is_row[:, None]
+    known = {"forward": (is_place, is_row), "backward": (is_row, is_place, True, True)}
+    return [
+        np.asarray(jnp.where(where, own, 0), np.float32)
+        for way, call in ways.items()
+        for own, where in zip(call(), known[way], strict=True)
+    ]
+
+
+_FORMS: dict[str, Callable[[Any], str]] = {"error": "{:.1e}".format}
+for _way in PASSES:
+    _FORMS |= {f"{_way}_ms": "{:.3f}".format, f"{_way}_spread": "{:.1%}".format, f"{_way}_tflops": "{:.0f}".format}
+    _FORMS |= {f"{_way}_of_dense": "{:.0%}".format, f"{_way}_of_peak": "{:.1%}".format}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Formats the table of one case."""
+    shown = Table("kernel", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    names = {name: None for row in rows for name in row if name not in (*Case._fields, "kernel")}
+    for name in names:
+        shown.add_column(name.replace("_", " "), justify="right" if name in _FORMS else "left")
+    for row in rows:
+        shown.add_row(row["kernel"], *(_FORMS.get(name, str)(row[name]) if name in row else "-" for name in names))
+    return shown
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
+    """Parses the command line into options and cases. Exits with code 2 on mistakes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--toy", action="store_true", help="run on a CPU: four small experts of 40 tokens each, no times")
+    parser.add_argument("--models", type=several(tuple(MODELS)), help=f"some of {', '.join(MODELS)}; default: all")
+    parser.add_argument("--rows", type=several_numbers(1, 2**17), help="mean tokens per expert; default: 128,512,2048,8192")
+    parser.add_argument("--json", help="file for all results")
+    found = parser.parse_args(arguments)
+    if found.toy and (found.models or found.rows):
+        parser.error("--toy sets its own experts and tokens; leave out --models and --rows")
+    models = tuple(TOY) if found.toy else found.models or tuple(MODELS)
+    rows = (40,) if found.toy else found.rows or (128, 512, 2048, 8192)
+    return found, list(itertools.starmap(Case, itertools.product(models, rows)))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures. Returns the exit code: 1 if a kernel is wrong."""
+    options, cases = parse(arguments)
+    wrong: set[str] = set()
+    code = exit_code(
+        lambda: wrong.update(measure_all(options, cases)),
+        memory_remedy="a GPU that nothing else uses", disk="stdout", disk_remedy="check it and try again",
+    )  # fmt: skip
+    return code or bool(wrong)
+
+
+def measure_all(options: argparse.Namespace, cases: Sequence[Case]) -> set[str]:
+    """Measures and prints all cases. Returns the kernels that are wrong.
+
+    Raises:
+        ConfigError: no GPU exists, or a file cannot be written.
+    """
+    named, rows = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
+    check_outputs(named, named)
+    hardware = card.hardware(toy=options.toy)
+    prepare(toy=options.toy)
+    gpu = find_gpu(hardware["name"])
+    found = about(hardware) | {"toy": options.toy, "rows": rows}
+    log_own(f"device     {hardware['name']}{'; times: not measured' if options.toy else ''}")
+    for case in cases:
+        log_own(f"\n{case}")
+        shape, size = (MODELS | TOY)[case.model], TOY_SIZE if options.toy else GPU_SIZE
+        rows += measure(case, shape, size, None if gpu is None else gpu.peak_flops, timed=not options.toy)
+        print_table(table(rows[-len(KERNELS) :]))
+        write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
+    wrong = {row["kernel"] for row in rows if "wrong" in row}
+    log_own(f"wrong: {', '.join(sorted(wrong))}" if wrong else "no kernel is wrong")
+    return wrong
+
+
+if __name__ == "__main__":
+    end_with(lambda: main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""The cost of experts' products, against hand counts: rows that come, tiles that they fill, and rounds."""
+
+import pytest
+
+from llamajax.planning.cost.experts import Loads, expert_loads
+from llamajax.planning.cost.kernels import CostModel
+from llamajax.planning.cost.replay import replay
+from llamajax.planning.cost.timeline import CollectiveUse
+from tests.estimates.test_experts import mesh_of, run
+from tests.planning.modules import MACHINE, SHARE, memory_s, module
+
+EVEN, UNEVEN = Loads(mean=(0.8,), busiest=(0.8,)), Loads(mean=(0.8, 0.0, 0.0), busiest=(1.0, 1.0, 0.4))
+TRITON = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 8 : i32, name = "%s", num_stages = 3 : i32}'
+ROWS, E, K, N = 40960, 8, 2048, 1536
+
+
+def program(kernel: str, op_name: str = ""):
+    """A kernel as XLA writes it: a device with 8 experts has 40,960 places, and rows and tails of blocks as `x`."""
+    of_x, other, result = {
+        "grouped_rows": (f"bf16[41200,{K}]{{1,0}}", f"bf16[{E},{K},{N}]{{2,1,0}}", f"bf16[{ROWS},{N}]{{1,0}}"),
+        "grouped_weights": (f"bf16[41200,{K}]{{1,0}}", f"bf16[{ROWS},{N}]{{1,0}}", f"bf16[{E},{K},{N}]{{2,1,0}}"),
+    }[kernel]
+    visits = ["%experts = s32[327]{0} parameter(0)"] if kernel == "grouped_rows" else []
+    lines = [
+        *visits,
+        "%bounds = s32[9]{0} parameter(1)",
+        f"%order = s32[{ROWS}]{{0}} parameter(2)",
+        f"%x = {of_x} parameter(3)",
+        f"%other = {other} parameter(4)",
+        f"%o = {result} custom-call({'%experts, ' if visits else ''}%bounds, %order, %x, %other), {TRITON % kernel},"
+        f' metadata={{op_name="jit(train_step)/{op_name}multiply/{kernel}/pallas_call"}}',
+    ]
+    return module("\n".join(lines))
+
+
+@pytest.mark.parametrize(("kernel", "waste"), [("grouped_rows", 127), ("grouped_weights", 63)])
+@pytest.mark.parametrize("loads", [EVEN, UNEVEN])
+def test_rows_that_come_take_time_in_whole_tiles(kernel, waste, loads):
+    compiled = program(kernel)
+    model = CostModel(compiled, MACHINE, loads=loads)
+    found = model.cost(compiled.entry.root, compiled.entry)
+    computed = loads.busiest[0] * ROWS + E * waste
+    assert (found.kind, found.flops) == ("experts", round(0.8 * ROWS) * 2 * K * N)
+    assert found.seconds == pytest.approx(SHARE.kernel_s + 2 * K * N * computed / (1e15 * SHARE.grouped_efficiency))
+    assert not model.not_understood
+
+
+def test_few_rows_take_as_long_as_their_matrices():
+    """Of 80 rows ten come to each expert: one tile each, in less time than all matrices need."""
+    compiled = program("grouped_rows")
+    load = Loads(mean=(80 / ROWS,), busiest=(80 / ROWS,))
+    found = CostModel(compiled, MACHINE, loads=load).cost(compiled.entry.root, compiled.entry)
+    assert found.seconds == pytest.approx(memory_s(2 * (E * K * N + 80 * (K + N))))
+
+
+LOOP = """body:
+    %p = (s32[], f32[4000000]{0}) parameter(0)
+    %i = s32[] get-tuple-element(%p), index=0
+    %x = f32[4000000]{0} get-tuple-element(%p), index=1
+    %all = f32[4000000]{0} all-to-all(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+    %t = (s32[], f32[4000000]{0}) tuple(%i, %all)
+
+condition:
+    %p = (s32[], f32[4000000]{0}) parameter(0)
+    %c = pred[] constant(true)"""
+
+
+@pytest.mark.parametrize("loads", [EVEN, UNEVEN])
+@pytest.mark.parametrize("groups", ["{0,1,2,3},{4,5,6,7}", "{0,1,2,3,4,5,6,7}"])
+def test_rounds_are_those_that_the_loads_take(loads, groups):
+    """The loop says nowhere how often it runs. All-to-alls within a node and across nodes have lanes of their own."""
+    lines = (
+        "%i = s32[] constant(1)\n%x = f32[4000000]{0} parameter(0)\n%t = (s32[], f32[4000000]{0}) tuple(%i, %x)\n"
+        "%w = (s32[], f32[4000000]{0}) while(%t), body=%body, condition=%condition,"
+        ' metadata={op_name="jit(train_step)/layers/mlp/shard_map/further_rounds/while"}\n'
+        "%r = f32[4000000]{0} get-tuple-element(%w), index=1"
+    )
+    several = module(lines, LOOP.replace("{0,1,2,3},{4,5,6,7}", groups))
+    axes = {"fsdp": 2, "expert": 4} if "},{" in groups else {"expert": 8}
+    timeline = replay(several, MACHINE, axes, None, loads)
+    assert not timeline.not_understood
+    rounds = loads.further_rounds
+    sent = {use.collective.kind: use for use in timeline.collectives}
+    if not rounds:
+        assert (timeline.step_time_s, sent) == (0, {})
+        return
+    use: CollectiveUse = sent["all-to-all"]
+    assert (use.count, use.collective.axis) == (rounds, "expert")
+    assert use.collective.link == ("intra_node" if "},{" in groups else "inter_node")
+    assert timeline.step_time_s == pytest.approx(rounds * use.collective.seconds)
+    inter = 0 if "},{" in groups else 16e6 / 2
+    assert timeline.wire_bytes == {
+        "intra_node": rounds * (12e6 if not inter else 16e6 * 3 / 8),
+        "inter_node": rounds * inter,
+    }
+
+
+def test_a_further_round_computes_what_is_left():
+    compiled = program("grouped_rows", "layers/mlp/shard_map/further_rounds/while/body/")
+    found = CostModel(compiled, MACHINE, loads=UNEVEN).cost(compiled.entry.root, compiled.entry)
+    computed = 0.7 * ROWS + E * 127
+    assert found.flops == 0  # of the mean device, which needs none
+    assert found.seconds == pytest.approx(SHARE.kernel_s + 2 * K * N * computed / (1e15 * SHARE.grouped_efficiency))
+
+
+def test_loads_follow_imbalance_and_slots():
+    config = run({"expert": 4, "fsdp": 2})
+    for imbalance, slots, busiest in (
+        (1.0, 1.25, (0.8,)),
+        (1.2, 1.25, (0.96,)),
+        (2.0, 1.25, (1.0, 0.6)),
+        (2.0, 0.0, (0.5,)),
+    ):
+        changed = config.changed({"hardware.expert_imbalance": imbalance, "parallel.expert_slots": slots})
+        found = expert_loads(changed, mesh_of(changed))
+        assert found is not None
+        assert found.busiest == pytest.approx(busiest)
+        assert sum(found.mean) == pytest.approx(sum(busiest) / imbalance)
+        assert len(found.mean) == len(busiest)
+    assert expert_loads(config.changed({"mesh.expert": 1, "mesh.fsdp": 8, "model.experts.num_experts": 0}), {}) is None
