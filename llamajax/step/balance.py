@@ -51,7 +51,8 @@ def balanced(model: Llama, statistics: Statistics | None, applied: jax.Array) ->
 
 
 def expert_metrics(statistics: Statistics, config: ExpertsConfig) -> dict[str, jax.Array]:
-    """Returns what a run reports of its experts: means over layers, and lists with a number for each layer.
+    """Returns what a run reports of its experts: means over the layers that have some, and as `NAME_by_layer` a number for
+    each of these layers.
 
     `expert_max_load` and `expert_min_load` are the largest and smallest load over the mean load; `expert_entropy` is the
     entropy of the loads over its largest possible value. `expert_dropped` and `expert_late` are shares of all choices.

@@ -27,6 +27,8 @@ from llamajax.watch.peak import peak_flops
 from llamajax.watch.run_log import Record
 
 TENSORBOARD_DIR = "tensorboard"
+LAYERS_EVERY = 10
+"""Steps between two records with numbers of each layer, which are longer than all others together."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -138,7 +140,7 @@ class MetricsWriter:
         if self._held is None:
             return None
         held, self._held = self._held, None
-        fetched = {f"train/{name}": np.asarray(value).tolist() for name, value in jax.device_get(held.values).items()}
+        fetched = _numbers(jax.device_get(held.values), with_layers=held.step % LAYERS_EVERY == 0)
         self._free = time.perf_counter()
         now = held.arrived or self._free
         perf = self._perf(held.step, now - self._clock, self._waited_s) | self._of_hosts
@@ -271,6 +273,17 @@ class MetricsWriter:
         self._metrics_file.append_record(f"{run_log.encode(record)}\n".encode())
         for write in self._others:
             write(record)
+
+
+def _numbers(values: Mapping[str, Any], *, with_layers: bool) -> Record:
+    """Returns the numbers of a step as `train/NAME`, those of each layer, if at all, as `train/NAME/0` and so on."""
+    numbers: Record = {}
+    for name, value in values.items():
+        if np.ndim(value) == 0:
+            numbers[f"train/{name}"] = np.asarray(value).item()
+        elif with_layers:
+            numbers |= {f"train/{name}/{layer}": own for layer, own in enumerate(np.asarray(value).tolist())}
+    return numbers
 
 
 def _is_computed(values: Mapping[str, Any]) -> bool:

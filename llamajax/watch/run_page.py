@@ -67,6 +67,7 @@ def _page(name: str, log: RunLog, config: str | None, hosts: str) -> str:
     body = f"""{_goodput(summary.goodput)}
 <div class="charts">{_charts(log)}</div>
 {_epochs(log, summary)}
+{_experts(log)}
 {hosts}
 {_starts(log)}
 {f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>" if config is not None else ""}"""
@@ -146,6 +147,19 @@ def _charts(log: RunLog) -> str:
         ("Divergence from the reference (nats per token)", number, True, {"divergence": "train/divergence"}),
         ("Tokens of a completion", number, True, {"train": "train/completion_tokens", "held-out": "eval/completion_tokens"}),
         ("Completions without an end", percent, True, {"train": "train/truncated", "held-out": "eval/truncated"}),
+        (
+            "Load of an expert (over the mean)",
+            number,
+            True,
+            {"largest": "train/expert_max_load", "smallest": "train/expert_min_load"},
+        ),
+        ("Evenness of the experts' loads (entropy)", percent, True, {"entropy": "train/expert_entropy"}),
+        (
+            "Tokens that lose an expert, or reach it late",
+            percent,
+            True,
+            {"lost": "train/expert_dropped", "late": "train/expert_late"},
+        ),
         ("Learning rate", number, True, {"learning rate": "train/learning_rate"}),
         ("Gradient norm, before clipping", number, True, {"gradient norm": "train/grad_norm"}),
         ("Tokens per second, all devices", format_count, True, {"tokens/s": "perf/tokens_per_sec"}),
@@ -188,6 +202,26 @@ def _epochs(log: RunLog, summary: RunSummary) -> str:
     if not rows:
         return ""
     return f"<h2>Sources</h2>{table(('source', 'epochs', 'in the whole run'), rows, 'sources')}"
+
+
+def _experts(log: RunLog) -> str:
+    """Returns a table of the experts' loads in each layer, at the newest step that has them; empty without experts."""
+    columns = {
+        "largest load": ("train/expert_max_load_by_layer/", "{:.2f}"),
+        "smallest load": ("train/expert_min_load_by_layer/", "{:.2f}"),
+        "entropy": ("train/expert_entropy_by_layer/", "{:.1%}"),
+        "lost": ("train/expert_dropped_by_layer/", "{:.2%}"),
+        "late": ("train/expert_late_by_layer/", "{:.2%}"),
+    }
+    rows = []
+    while all(f"{key}{len(rows)}" in log.series for key, _ in columns.values()):
+        rows.append(
+            [str(len(rows)), *(text.format(log.series[f"{key}{len(rows)}"][1][-1]) for key, text in columns.values())]
+        )
+    if not rows:
+        return ""
+    step = log.series[f"{columns['entropy'][0]}0"][0][-1]
+    return f"<h2>Experts by layer, step {step:,}</h2>{table(('layer with experts', *columns), rows, 'experts')}"
 
 
 def _starts(log: RunLog) -> str:

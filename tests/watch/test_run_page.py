@@ -50,6 +50,22 @@ def write_run(run_dir, num_steps, *, eval_every=10, starts=(0,), stop=True, devi
     return run_dir
 
 
+def test_experts_are_told_by_layer_and_over_time(tmp_path):
+    run_dir = write_run(tmp_path / "run", 3)
+    assert "Experts by layer" not in report.write_report(run_dir).read_text()
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = ("max_load", "min_load", "entropy", "dropped", "late")
+    numbers = {f"train/expert_{name}": 0.5 for name in names}
+    numbers |= {f"train/expert_{name}_by_layer/{layer}": (layer + 1) / 8 for name in names for layer in range(2)}
+    (run_dir / "metrics.jsonl").write_text("".join(run_log.encode(record | numbers) + "\n" for record in records))
+    page = report.write_report(run_dir).read_text()
+    check_tags(page)
+    assert "Experts by layer, step 3" in page
+    assert re.search(r"<td>1</td>\s*<td>0\.25</td>\s*<td>0\.25</td>\s*<td>25\.0%</td>\s*<td>25\.00%</td>", page)
+    for title in ("Load of an expert (over the mean)", "Tokens that lose an expert, or reach it late"):
+        assert title in page
+
+
 def test_sources_are_told_with_the_epochs_that_are_planned(tmp_path):
     run_dir = write_run(tmp_path / "run", 3)
     assert "<h2>Sources</h2>" not in report.write_report(run_dir).read_text()

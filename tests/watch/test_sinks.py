@@ -46,6 +46,18 @@ def test_tensorboard(tmp_path):
     assert purges == [1, 3]
 
 
+def test_numbers_of_layers_are_written_now_and_then_by_index(tmp_path):
+    config = tiny_config(str(tmp_path), metrics=MetricsConfig(tensorboard=True))
+    with open_writer(config, 8) as writer:
+        for step in (9, 10, 11):
+            writer.write(step, step_values(step) | {"load_by_layer": jnp.array([1.0, step])})
+    points, _ = read_tensorboard(tmp_path)
+    assert [point for point in points if "load_by_layer" in point[1]] == [
+        (10, "train/load_by_layer/0", 1.0),
+        (10, "train/load_by_layer/1", 10.0),
+    ]
+
+
 def test_an_event_file_is_one_that_tensorboardx_would_write(tmp_path):
     from tensorboardX.record_writer import RecordWriter
 
