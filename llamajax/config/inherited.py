@@ -62,7 +62,9 @@ def inherit(root: Node, problems: Problems) -> tuple[Place, str] | None:
         of_weights.content = pinned
     own = model.content.get("experts")
     of_experts = own.content if own is not None and isinstance(own.content, dict) else None
-    if all(name in model.content for name in INHERITED) and (of_experts is None or all(name in of_experts for name in EXPERTS)):
+    if all(name in model.content for name in INHERITED) and (
+        of_experts is None or all(name in of_experts for name in EXPERTS)
+    ):
         return None
     weights = Path(os.path.expanduser(named))
     if begun is None and is_on_hub(named):

@@ -48,7 +48,10 @@ def test_every_part_of_every_array_is_the_same_as_in_the_whole(config, slab_byte
         names.from_hf(array, 0, tensors, shape, tuple(slice(0, size) for size in shape), whole, config)
         for divisions in ((2,) * len(shape), (1,) * (len(shape) - 1) + (2,), (2,) + (1,) * (len(shape) - 1)):
             # Dims of two (gate and up) and of six or four (queries, key, value of a group) are never divided over devices.
-            steps = [size if size in (1, 2, 6) or (size == 4 and "qkv" in array) else size // n for size, n in zip(shape, divisions, strict=True)]
+            steps = [
+                size if size in (1, 2, 6) or (size == 4 and "qkv" in array) else size // n
+                for size, n in zip(shape, divisions, strict=True)
+            ]
             for box in boxes(shape, tuple(steps)):
                 part = np.empty([dim.stop - dim.start for dim in box], np.float32)
                 names.from_hf(array, 0, tensors, shape, box, part, config)
