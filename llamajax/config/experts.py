@@ -113,6 +113,11 @@ class ExpertsConfig(Section):
         return self.num_experts > 0
 
     @property
+    def has_bias(self) -> bool:
+        """Whether each expert has a bias."""
+        return self.bias_update_rate is not None
+
+    @property
     def num_gates(self) -> int:
         """Number of matrices that lead into an expert's hidden layer."""
         return 2 if self.gated else 1

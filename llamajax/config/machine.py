@@ -3,16 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Annotated, Literal
 
 from llamajax.config.domains import DomainConfig
-from llamajax.config.rules import PositiveFloatOrUnset, PositiveInt, Section
+from llamajax.config.rules import Bound, PositiveFloatOrUnset, PositiveInt, Section
 
 PlannedGpu = Literal[
     "a100-40gb", "a100-80gb", "h100", "h200", "b200", "gb200",
     "rtx-3060-12gb", "rtx-3090", "rtx-4090", "rtx-5090", "a10g", "l4", "l40s",
 ]  # fmt: skip
 """GPUs that plans support; see `llamajax.estimates.gpus`."""
+Imbalance = Annotated[float, Bound(lambda value: value >= 1, "must be at least 1, where all GPUs have equally many tokens")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,9 @@ class HardwareConfig(Section):
     calibration: str | None = None
     """YAML file of cost-model constants measured on this GPU, with a record of how they were measured; see
     `llamajax.estimates.calibration`. Constants that it leaves out, or all if unset, are the built-in ones."""
+    expert_imbalance: Imbalance = 1.0
+    """Tokens that come to the experts of the busiest GPU, over the mean of all GPUs; all wait for that one. 1: the router
+    loads all experts equally."""
     price_per_gpu_hour: PositiveFloatOrUnset = None
     """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
     token_budget: PositiveFloatOrUnset = None

@@ -20,7 +20,8 @@ InitChange = Literal["rope_theta", "rope_scaling", "sliding_window", "layer_type
 """Settings that change what weights compute, but no shape of a weight."""
 Preset = Literal[
     "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b",
-    "llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "llama-530b",
+    "llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "llama-530b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b",
+    "deepseek-moe-16b",
 ]  # fmt: skip
 """Models that `configs/models` describes."""
 Remat = Literal["auto", "none", "save_attention_qkv_mlp", "save_attention_qkv", "save_attention", "full"]

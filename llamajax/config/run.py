@@ -11,6 +11,7 @@ from typing import Any
 
 from llamajax.config.adapters import AdaptersConfig, adapter_problems
 from llamajax.config.data import DataConfig
+from llamajax.config.expert_rules import expert_problems
 from llamajax.config.hub import Weights
 from llamajax.config.keys import remedy_for, with_values
 from llamajax.config.length import length_problems
@@ -133,8 +134,7 @@ class Config(Settings):
         for key in self.checkpoint.allow_changes:
             if remedy := remedy_for(Config, key):
                 yield f"checkpoint.allow_changes: unknown key '{show(key)}'; {remedy}"
-        if self.init_from is None:
-            yield from data.problems_without_model()
+        yield from data.problems_without_model() if self.init_from is None else ()
         yield from offload_problems(self.offload, model, self.mesh, self.parallel)
         wait_s, start_s = self.distributed.initialization_timeout_s, self.watchdog.start_s
         if self.distributed.enabled and self.watchdog.enabled and start_s <= wait_s:
@@ -158,8 +158,7 @@ class Config(Settings):
         return [*self.undivided(axes), *across]
 
     def undivided(self, axes: Mapping[str, int]) -> list[str]:
-        """Returns one `key: rule; remedy` line for each part of model and batch that mesh axes of these sizes do not
-        divide."""
+        """Returns one `key: rule; remedy` line for each part of model and batch that such mesh axes do not divide."""
         train = self.train
         of_batch = {axis: axes[axis] for axis in axes_of("micro_batch")}
         batch_shards, over = math.prod(of_batch.values()), " x ".join(f"{axis}({size})" for axis, size in of_batch.items())
@@ -189,7 +188,8 @@ class Config(Settings):
             )
         if (form := self.adapters.quantized_form) is not None:
             problems += undivided_blocks(self.model, form, axes)
-        return [*problems, *pipeline_problems(self.model, self.parallel, train, axes, self.mesh.stages)]
+        of_experts = expert_problems(self.model, self.adapters, self.parallel, self.rows_per_device(axes), axes)
+        return [*problems, *of_experts, *pipeline_problems(self.model, self.parallel, train, axes, self.mesh.stages)]
 
     def sequence_problems(self, form: SequenceForm, axes: Mapping[str, int], name: str = "seq_len") -> list[str]:
         """Returns one `key: rule; remedy` line for each reason why rows that axes of these sizes split cannot take `form`.

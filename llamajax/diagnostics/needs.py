@@ -12,7 +12,8 @@ from llamajax.config.run import Config
 from llamajax.diagnostics.findings import Finding
 from llamajax.diagnostics.host import total_memory
 from llamajax.errors import ConfigError
-from llamajax.estimates.formulas import host_bytes, state_bytes
+from llamajax.estimates.device_memory import host_bytes
+from llamajax.estimates.formulas import state_bytes
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.estimates.host_memory import SHARE
 from llamajax.units import format_bytes

@@ -1,18 +1,22 @@
 """Communication by arithmetic: the least bytes that a mesh must send, and the numbers that each form of split rows sends."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.config.run import Config
+from llamajax.estimates.device_memory import keeps_gathered_weights
+from llamajax.estimates.experts import Dispatch, num_exchanges
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     computed_model,
+    expert_weights,
     held_by_stage,
-    keeps_gathered_weights,
     layer_matrices,
     sent_bytes,
+    stacks,
     stored_by_stage,
     trained_weights,
 )
@@ -33,69 +37,140 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     for a matmul in float8 are sent in float8.
     `sequence`: see `sequence_numbers`. Where kv heads are fewer than the devices of `tensor`, the devices exchange their
     stored parts of attention's matrices before they gather them.
+    `expert`: experts' matrices are gathered, and their gradients scattered, over the devices that hold the same experts;
+    see `expert_bytes` for tokens.
     `pipeline`: a stage gathers its own layers, and embedding and head, whose gradients are also reduced over the stages. All
     stages run every tick, so idle ones send as much as the others; see `pipeline_bytes`.
     """
     model, train, work = computed_model(config.model, mesh), config.train, StageWork.of(config, mesh)
-    width, matrices = DTYPE_BYTES[model.compute_dtype], layer_matrices(model)
+    width, matrices, parallel = DTYPE_BYTES[model.compute_dtype], layer_matrices(model), config.parallel
     factors = {matrix: sent_bytes(config, matrix) for matrix in matrices}
     shards = num_parts("embed", mesh)
     replicas = num_parts("micro_batch", mesh) * num_parts("seq", mesh) / shards
-    weights = width * sum(held_by_stage(config, num_weights(model), mesh).values()) / mesh["tensor"]
-    ends = width * sum(_ends(model).values()) / mesh["tensor"]
     # Gradients of trained weights alone are sent.
     trained = held_by_stage(config, trained_weights(config, model), mesh)
-    back = width * sum(trained.values()) / mesh["tensor"]
-    ends_back = width * sum(trained.get(name, 0) for name in _ends(model)) / mesh["tensor"]
-    layers_back = back - ends_back
+    others, experts = _weights_of_stage(config, model, mesh)
     rows = train.global_batch_size / num_parts("micro_batch", mesh)
     tokens = rows * config.data.seq_len / mesh["sequence"] / train.grad_accum_steps
-    # Layers as gathered, and as their gradients are reduced. Prefetching turns around at the last layer, so one gather of
-    # its weights serves both passes; and the first layer may be gathered once.
-    layers = weights - ends
-    saved = sum((width - factors[matrix]) * size for matrix, size in matrices.items())
-    gathered = layers - work.layers * saved / mesh["tensor"]
-    parallel, micro_batches = config.parallel, train.grad_accum_steps
+    micro_batches = train.grad_accum_steps
     at_the_end = parallel.grad_reduce == "step" or parallel.zero == 1
-    prefetches = parallel.prefetches
-    gathers = 1 if keeps_gathered_weights(config) else 2 - 1 / model.num_layers if prefetches else 2
-    often, first = gathers * gathered + layers_back, (gathered + layers_back) / model.num_layers
-    if parallel.zero == 1:
-        sharded = ends + gathered + back
-    elif parallel.zero == 2:
-        late = (ends_back + (layers_back / model.num_layers if prefetches else 0)) if at_the_end else 0
-        sharded = ends + gathered + late + (back - late) * micro_batches
-    elif at_the_end:
-        sharded = ends + ends_back + often * micro_batches
-        sharded += first * (1 - micro_batches) if prefetches else 0
-    else:
-        sharded = (often + ends + ends_back) * micro_batches
     exchanged = 0
     if model.num_kv_heads > config.model.num_kv_heads:
         by_head = (matrix for matrix in matrices if "K" in matrix.dims)
-        sizes = sum(matrices[matrix] * (gathers * factors[matrix] + width) for matrix in by_head)
+        sizes = sum(matrices[matrix] * (_gathers(config) * factors[matrix] + width) for matrix in by_head)
         exchanged = model.num_layers * sizes / (shards * mesh["tensor"])
-    columns, rest = (
-        {matrix for matrix in matrices if (matrix.matmul == "column") == is_column} for is_column in (True, False)
-    )
-    forward = sum(factors[matrix] for matrix in columns) + width * len(rest)
-    again = 0 if model.remat == "none" else 1
-    backward = sum(again * factors[matrix] + width for matrix in columns) + sum(factors[matrix] for matrix in rest)
     reductions = 1 if at_the_end or parallel.zero_data else micro_batches
     ends_stored = stored_by_stage(model, _ends(model), mesh)
-    owned = layers_back + width * sum(ends_stored[name] for name in _ends(model) if name in trained) / mesh["tensor"]
+    layers_back = sum(size for name, size in trained.items() if name not in _ends(model))
+    owned = width * (layers_back + sum(ends_stored[name] for name in _ends(model) if name in trained)) / mesh["tensor"]
     # Bytes for each channel of a token that devices of `tensor` gather or scatter, in the layers, by embedding and head.
-    of_layers = work.layers_per_chunk * (work.forward_passes * forward + work.backward_passes * backward)
-    passes = work.forward_passes + work.backward_passes
+    passes, of_layers = work.forward_passes + work.backward_passes, 0.0
+    for alike in stacks(model).values():
+        forward, backward = _bytes_per_channel(config, alike)
+        of_all = work.forward_passes * forward + work.backward_passes * backward
+        of_layers += work.layers_per_chunk * alike.num_layers / model.num_layers * of_all
     of_ends = width * (passes + 2 * work.heads * share_of_head(config, mesh))
     return (
-        sharded * (shards - 1) / shards
+        _sharded_bytes(config, others, shards)
+        + _sharded_bytes(config, experts, num_parts("expert_embed", mesh))
         + exchanged * micro_batches * (mesh["tensor"] - 1) / mesh["tensor"]
         + 2 * owned / shards * (replicas - 1) / replicas * reductions
         + (of_layers + of_ends) * tokens * model.embed_dim * (mesh["tensor"] - 1) / mesh["tensor"]
         + work.layers_per_chunk * passes / 2 * width * tokens * sequence_numbers(config.model, mesh, parallel.sequence)
+        + expert_bytes(config, mesh)
         + sum(pipeline_bytes(config, mesh).values())
     )
+
+
+class _Weights(NamedTuple):
+    """Bytes of weights that a device computes with, in the layers of its stage, and of embedding and head."""
+
+    gathered: float
+    """Bytes of the layers, as sent to the device."""
+    back: float
+    """Bytes of the layers' gradients."""
+    ends: float
+    ends_back: float
+
+
+def _weights_of_stage(config: Config, model: ModelConfig, mesh: Mapping[str, int]) -> tuple[_Weights, _Weights]:
+    """Returns the bytes of all weights but the experts', and of the experts'."""
+    width, work = DTYPE_BYTES[model.compute_dtype], StageWork.of(config, mesh)
+    weights, trained = (
+        held_by_stage(config, of_all, mesh) for of_all in (num_weights(model), trained_weights(config, model))
+    )
+    names, ends = expert_weights(model), _ends(model)
+
+    def of(sizes: Mapping[str, int], is_one: Callable[[str], bool], parts: int) -> float:
+        return width * sum(size for name, size in sizes.items() if is_one(name)) / parts
+
+    def is_other(name: str) -> bool:
+        return name not in names and name not in ends
+
+    factors = {matrix: sent_bytes(config, matrix) for matrix in layer_matrices(model)}
+    saved = sum((width - factors[matrix]) * size for matrix, size in layer_matrices(model).items())
+    tensor, experts = mesh["tensor"], num_parts("experts", mesh)
+    return (
+        _Weights(
+            gathered=of(weights, is_other, tensor) - work.layers * saved / tensor,
+            back=of(trained, is_other, tensor),
+            ends=of(weights, ends.__contains__, tensor),
+            ends_back=of(trained, ends.__contains__, tensor),
+        ),
+        _Weights(of(weights, names.__contains__, experts), of(trained, names.__contains__, experts), 0.0, 0.0),
+    )
+
+
+def _gathers(config: Config) -> float:
+    """Returns how often a micro-batch gathers the weights of a layer. Prefetching turns around at the last layer, so one
+    gather of its weights serves both passes."""
+    if keeps_gathered_weights(config):
+        return 1
+    return 2 - 1 / config.model.num_layers if config.parallel.prefetches else 2
+
+
+def _sharded_bytes(config: Config, of: _Weights, shards: int) -> float:
+    """Returns the bytes that a device sends to gather weights from `shards` devices, and to scatter their gradients."""
+    parallel, micro_batches = config.parallel, config.train.grad_accum_steps
+    back = of.back + of.ends_back
+    at_the_end, prefetches = parallel.grad_reduce == "step" or parallel.zero == 1, parallel.prefetches
+    # The first layer may be gathered once.
+    often, first = _gathers(config) * of.gathered + of.back, (of.gathered + of.back) / config.model.num_layers
+    if parallel.zero == 1:
+        sharded = of.ends + of.gathered + back
+    elif parallel.zero == 2:
+        late = (of.ends_back + (of.back / config.model.num_layers if prefetches else 0)) if at_the_end else 0
+        sharded = of.ends + of.gathered + late + (back - late) * micro_batches
+    elif at_the_end:
+        sharded = of.ends + of.ends_back + often * micro_batches
+        sharded += first * (1 - micro_batches) if prefetches else 0
+    else:
+        sharded = (often + of.ends + of.ends_back) * micro_batches
+    return sharded * (shards - 1) / shards
+
+
+def _bytes_per_channel(config: Config, model: ModelConfig) -> tuple[float, float]:
+    """Returns the bytes for each channel of a token that devices of `tensor` gather or scatter in a layer, forward and
+    backward."""
+    width = DTYPE_BYTES[model.compute_dtype]
+    columns, rows = (
+        [sent_bytes(config, matrix) for matrix in layer_matrices(model) if matrix.matmul == kind]
+        for kind in ("column", "row")
+    )
+    again = 0 if model.remat == "none" else 1
+    return sum(columns) + width * len(rows), sum(again * factor + width for factor in columns) + sum(rows)
+
+
+def expert_bytes(config: Config, mesh: Mapping[str, int]) -> float:
+    """Returns the bytes that a device sends per step so that tokens reach their experts and return, in all-to-alls of whole
+    blocks; see `num_exchanges`."""
+    model, work = config.model, StageWork.of(config, mesh)
+    if not model.experts.enabled:
+        return 0.0
+    layers = work.layers_per_chunk * stacks(model)["layers"].num_layers / model.num_layers
+    passes = (work.forward_passes + work.backward_passes) / 2
+    sent = Dispatch.of(config, mesh).sent_numbers * DTYPE_BYTES[model.compute_dtype]
+    return layers * passes * num_exchanges(config) * sent
 
 
 def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -111,7 +186,8 @@ def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
     width, parts = DTYPE_BYTES[model.compute_dtype], num_parts("embed", mesh) * mesh["tensor"]
     p, others = work.stages, (work.stages - 1) / work.stages
     ends = width * sum(_ends(model).values()) / parts
-    layers = width * work.layers * sum(layer_matrices(model).values()) / parts
+    of_all = sum(alike.num_layers * sum(layer_matrices(alike).values()) for alike in stacks(model).values())
+    layers = width * work.layers / model.num_layers * of_all / parts
     residual = width * config.rows_per_device(mesh) * residual_tokens(config, mesh) * model.embed_dim
     shared = config.parallel.pipeline_head == "shared"
     return {

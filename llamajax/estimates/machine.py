@@ -31,6 +31,9 @@ class Calibration:
     tokamax_efficiency: float
     """The same share for tokamax's kernels; unused on GPUs that it does not support."""
     tokamax_backward_efficiency: float
+    grouped_efficiency: float
+    """Share of the peak that products of rows with their experts' matrices reach in whole tiles of many rows
+    (`llamajax.kernels.grouped_pallas`)."""
     memory_efficiency: float
     """Share of the memory bandwidth that elementwise kernels and reductions reach."""
     host_bandwidth: float
@@ -73,10 +76,15 @@ class Calibration:
 # forward at 4K causal (FlashAttention-3, figure 5; the same with heads of 64 and of 128). We assume this share for A100 as
 # well, where it is closer to the best, and a sixth less for the backward passes. tokamax on H100: its authors' times, which
 # it ships (version 0.0.17, data/autotuning; heads of 128, 4K and 8K causal), are 567 and 620 TFLOP/s forward, 571 and 614
-# backward, where it computes seven products. Memory: copies and fused updates reach 0.85 to 0.9 on both. NVLink: nccl-tests'
-# bus bandwidth of 230 of 300 GB/s and 360 of 450 GB/s. Network: nccl-tests reach 0.8 to 0.9 of line rate with adaptive
-# routing of packets (InfiniBand, H100); clusters of A100 use Ethernet, where flows collide (arXiv:2406.04594), and
-# Megatron-LLaMA's 256 and 512 A100 with 4 x 200 Gb/s per node used 0.38 of it.
+# backward, where it computes seven products.
+# Nobody has measured llamajax's grouped products either. MegaBlocks' block-sparse ones, in tiles of 128 x 128, reach 0.986
+# of cuBLAS's rate on an A100 (arXiv:2211.15841, section 6.3): 0.72 of the peak, with training's share. ScatterMoE's in
+# Triton, which read rows where they are as ours do, take 1.86 times as long as SonicMoE's for fine-grained experts on an
+# H100 (arXiv:2512.14080, abstract): 0.43, if those are as fast as the best product. We assume 0.5 for large groups, on both.
+# Memory: copies and fused updates reach 0.85 to 0.9 on both. NVLink: nccl-tests' bus bandwidth of 230 of 300 GB/s and 360 of
+# 450 GB/s. Network: nccl-tests reach 0.8 to 0.9 of line rate with adaptive routing of packets (InfiniBand, H100); clusters
+# of A100 use Ethernet, where flows collide (arXiv:2406.04594), and Megatron-LLaMA's 256 and 512 A100 with 4 x 200 Gb/s per
+# node used 0.38 of it.
 # Slow-down: 18.9% on average, measured on A100 and H100 (arXiv:2507.03114). Hosts: PCIe 4 and 5 with 16 lanes.
 CALIBRATIONS = {
     "A100": Calibration(
@@ -89,6 +97,7 @@ CALIBRATIONS = {
         pallas_backward_efficiency=0.30,
         tokamax_efficiency=0.60,
         tokamax_backward_efficiency=0.60,
+        grouped_efficiency=0.50,
         memory_efficiency=0.85,
         node_link_efficiency=0.38,
         host_bandwidth=25e9,
@@ -103,6 +112,7 @@ CALIBRATIONS = {
         pallas_backward_efficiency=0.30,
         tokamax_efficiency=0.60,
         tokamax_backward_efficiency=0.60,
+        grouped_efficiency=0.50,
         memory_efficiency=0.85,
         node_link_efficiency=0.85,
         host_bandwidth=50e9,
@@ -110,9 +120,10 @@ CALIBRATIONS = {
 }
 """Shares by `Gpu.family`."""
 
-# B200: cuDNN 9.13's attention reaches 1,613 / 1.3 TFLOP/s forward at best, which is 0.55, compared with 0.53 on an H100, and
-# Triton's 1,613 / 2.7 (FlashAttention-4, arXiv:2603.05451, abstract). NVLink: nccl-tests reach 840 of 900 GB/s on a whole
-# NVL72, but with sums in its switches (coreweave/nccl-tests, pull request 43).
+# B200: grouped products lose the share that Triton's attention loses. cuDNN 9.13's attention reaches 1,613 / 1.3 TFLOP/s
+# forward at best, which is 0.55, compared with 0.53 on an H100, and Triton's 1,613 / 2.7 (FlashAttention-4,
+# arXiv:2603.05451, abstract). NVLink: nccl-tests reach 840 of 900 GB/s on a whole NVL72, but with sums in its switches
+# (coreweave/nccl-tests, pull request 43).
 # GeForce: products of 8,192 reach 163.5 of an RTX 4090's 165.2 TFLOP/s (xytpai/gpuk), and no less in training: its clock
 # rises above the data sheet's, and with that share IST-DASLab/llmq's runs are still faster than predicted. PCIe 4 without
 # peer-to-peer: 25.8 GB/s for both ways together (tinygrad/open-gpu-kernel-modules, issue 6: RTX 4090), and nccl-tests' bus
@@ -127,7 +138,11 @@ _CARD = dataclasses.replace(
 )
 CALIBRATIONS |= {
     "B200": dataclasses.replace(
-        CALIBRATIONS["H100"], matmul_efficiency=0.565, pallas_efficiency=0.27, pallas_backward_efficiency=0.22
+        CALIBRATIONS["H100"],
+        matmul_efficiency=0.565,
+        pallas_efficiency=0.27,
+        pallas_backward_efficiency=0.22,
+        grouped_efficiency=0.37,
     ),
     "RTX-4090": _CARD,
     "RTX-5090": dataclasses.replace(_CARD, gpu_link_efficiency=0.44, host_bandwidth=50e9),
@@ -140,6 +155,7 @@ CALIBRATIONS |= {
         attention_64_backward_efficiency=0.21,
         pallas_efficiency=0.18,
         pallas_backward_efficiency=0.15,
+        grouped_efficiency=0.31,
     ),
 }
 _DETERMINISTIC_LOSS = 0.379

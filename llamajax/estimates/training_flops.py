@@ -3,7 +3,13 @@
 from llamajax.config.model import ModelConfig
 from llamajax.config.run import Config
 from llamajax.estimates.adapters import adapter_weights
-from llamajax.estimates.formulas import flops_per_token, is_layer_matrix, num_matmul_params, trained_weights, weights
+from llamajax.estimates.formulas import (
+    active_weights,
+    flops_per_token,
+    is_layer_matrix,
+    num_matmul_params,
+    trained_weights,
+)
 
 
 def training_flops_per_token(
@@ -20,7 +26,7 @@ def training_flops_per_token(
 
 def matmul_flops_per_token(config: Config, model: ModelConfig) -> int:
     """Returns the part of `training_flops_per_token` of products with weights, for the run's model or `computed_model`."""
-    trained, sizes = trained_weights(config, model), weights(model)
+    trained, sizes = trained_weights(config, model), active_weights(model)
     of_matmuls = [name for name in sizes if is_layer_matrix(name) or name == output_weight(model)]
     without_gradient = sum(sizes[name] for name in of_matmuls if name not in trained)
     return 6 * (num_matmul_params(model) + adapter_matmul_params(config, model)) - 2 * without_gradient

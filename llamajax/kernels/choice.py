@@ -1,4 +1,4 @@
-"""Chooses the kernel that computes attention from the device, the shape and the mask, and says why."""
+"""Chooses the kernels that compute attention, from the device, the shape and the mask, and experts; and says why."""
 
 import importlib.metadata
 import os
@@ -9,11 +9,13 @@ from typing import Literal, NamedTuple
 import jax
 from jax.extend.backend import get_default_device
 
+from llamajax.config.experts import ExpertKernel
 from llamajax.config.model import AttentionKernel, ModelConfig
 from llamajax.config.parallel import SequenceForm, num_parts
 from llamajax.errors import ConfigError
 
 Kernel = Literal["pallas", "triton", "cudnn", "tokamax", "plain"]
+GroupedKernel = Literal["pallas", "tokamax", "plain"]
 GPU_PLATFORMS = ("gpu", "cuda")
 
 
@@ -185,6 +187,57 @@ def _of_tokamax(site: Site) -> str | None:
     if site.splits_rows and site.form != "ulysses":
         return "mesh.sequence splits the rows, and the kernel needs whole rows; parallel.sequence: ulysses provides them"
     return None
+
+
+class GroupedSite(NamedTuple):
+    """Properties of the products with experts' matrices and of their device that decide which kernels can run."""
+
+    is_gpu: bool
+    dtype: str
+    is_float8: bool
+    """Whether any of the matrices is in float8."""
+    capability: tuple[int, ...] | None
+    """CUDA compute capability of the GPUs; None: unknown."""
+
+
+def choose_grouped(asked: ExpertKernel, site: GroupedSite) -> tuple[GroupedKernel, str]:
+    """Returns the requested kernel for products with experts' matrices, or the kernel that `auto` resolves to, and the
+    reason in one line.
+
+    Raises:
+        ConfigError: the kernel cannot compute these products.
+    """
+    kernel = asked if asked != "auto" else "pallas" if site.is_gpu else "plain"
+    if reason := _of_grouped(kernel, site):
+        remedy = "; or set auto" if asked != "auto" else ""
+        raise ConfigError(f"model.experts.kernel: {kernel} cannot be used: {reason}{remedy}")
+    if asked == "auto":
+        return kernel, "reads and writes the experts' tokens where they are" if site.is_gpu else "there is no GPU"
+    interpreted = asked == "pallas" and not site.is_gpu
+    return kernel, "interpreted, which is slow: there is no GPU" if interpreted else "model.experts.kernel says so"
+
+
+LEAST_PALLAS = 8, 0
+"""CUDA compute capability of the first GPUs that jax compiles Pallas for."""
+
+
+def _of_grouped(kernel: GroupedKernel, site: GroupedSite) -> str | None:
+    """Returns why a kernel cannot compute products with experts' matrices; None if it can."""
+    own = ".".join(map(str, site.capability or ()))
+    if kernel == "plain":
+        return "on a GPU XLA multiplies every token by all experts" if site.is_gpu else None
+    if kernel == "pallas":
+        too_old = site.is_gpu and site.capability is not None and site.capability < LEAST_PALLAS
+        return f"it needs GPUs of compute capability 8.0 or newer, and these have {own}" if too_old else None
+    if not site.is_gpu:
+        return "it needs NVIDIA GPUs"
+    if site.capability is not None and site.capability[0] != HOPPER:
+        return f"it needs GPUs of compute capability {HOPPER}.0, such as H100, and these have {own}"
+    if site.is_float8:
+        return "model.matmul_dtype rounds experts' matrices to float8, and it multiplies bfloat16 and float16"
+    if site.dtype not in ("bfloat16", "float16"):
+        return f"model.compute_dtype is {site.dtype}, and the kernel supports bfloat16 and float16"
+    return _missing()
 
 
 def _missing() -> str | None:

@@ -1,8 +1,9 @@
 """Products of tokens with their experts' matrices, on one device, within `shard_map`: the rows of an expert are a group.
 
 Rows need not lie group after group: an order names them. On GPUs kernels of our own read and write them where they are, so
-that no sorted copy of the tokens is made, forward or backward. XLA's own grouped product (`jax.lax.ragged_dot`) is right
-everywhere, but on a GPU it multiplies all tokens by all experts.
+that no sorted copy of the tokens is made, forward or backward. XLA's own product, the reference for all others, and
+tokamax's kernels take sorted rows. Matrices in float8 are multiplied by rows, and by gradients, that are rounded here, with
+one scale for all rows of the device.
 """
 
 from functools import partial
@@ -14,28 +15,31 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from llamajax.config.experts import ExpertKernel
-from llamajax.kernels import grouped_pallas
-from llamajax.kernels.choice import is_on_gpu
+from llamajax.kernels import grouped_pallas, grouped_sorted
+from llamajax.kernels.choice import GroupedSite, choose_grouped, compute_capability, is_on_gpu
+from llamajax.kernels.grouped_pallas import Named
 from llamajax.parallel.dispatch import Groups
+from llamajax.parallel.float8 import Factor, Float8, differentiable, gradient_format, rounded
 
-Form = Literal["pallas", "interpreted", "plain"]
+Form = Literal["pallas", "interpreted", "tokamax", "plain"]
 """Kernel that multiplies; `interpreted` is `pallas` by jax, on any device and slowly."""
 
 
-def grouped_form(kernel: ExpertKernel) -> Form:
-    """Returns the kernel for the current mesh."""
-    if kernel == "auto":
-        return "pallas" if is_on_gpu() else "plain"
-    return kernel
+def grouped_form(kernel: ExpertKernel, *matrices: Factor) -> Form:
+    """Returns the kernel for the current mesh. Raises the errors of `choose_grouped`."""
+    is_float8 = any(isinstance(w, Float8) for w in matrices)
+    site = GroupedSite(is_on_gpu(), str(matrices[0].dtype), is_float8, compute_capability())
+    chosen, _ = choose_grouped(kernel, site)
+    return "interpreted" if chosen == "pallas" and not site.is_gpu else chosen
 
 
 def experts_on_rows(
     x: Float[Array, "R I"],
     weights: Float32[Array, "R"],
     groups: Groups,
-    w_gate_up: Float[Array, "E I A F"],
-    w_down: Float[Array, "E F I"],
-    form: Form,
+    w_gate_up: Float[Array, "E I A F"] | Float8,
+    w_down: Float[Array, "E F I"] | Float8,
+    kernel: ExpertKernel,
 ) -> Float[Array, "R I"]:
     """Returns the results of every row's expert, times the row's weight. Rows of no expert hold anything.
 
@@ -45,12 +49,13 @@ def experts_on_rows(
         groups: rows of each expert.
         w_gate_up: matrices into the experts' hidden layers; A is 2 with gates, else 1.
         w_down: matrices out of them.
-        form: kernel.
+        kernel: see `ExpertsConfig.kernel`.
     """
-    E, I, A, F = w_gate_up.shape
-    if form != "plain":
+    (*_, A, F), form = w_gate_up.shape, grouped_form(kernel, w_gate_up, w_down)
+    if form in ("pallas", "interpreted"):
         groups = groups._replace(order=grouped_pallas.padded(groups.order))
-    h = checkpoint_name(rows_to_groups(form, x, w_gate_up.reshape(E, I, A * F), groups), "gate_up")
+    joined = jax.tree.map(lambda w: w.reshape(*w.shape[:2], A * F) if w.ndim == 4 else w, w_gate_up)
+    h = checkpoint_name(rows_to_groups(form, x, joined, groups), "gate_up")
     gate, up = h[:, :F], h[:, F:]
     hidden = jax.nn.silu(gate) * up if A == 2 else jax.nn.silu(gate)
     hidden = hidden.astype(jnp.float32) * in_order(weights, groups)[:, None]
@@ -70,51 +75,58 @@ def _in_order_back(groups: Groups, d: jax.Array) -> tuple[jax.Array, None]:
 in_order.defvjp(lambda x, groups: (in_order(x, groups), groups), _in_order_back)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rows_to_groups(form: Form, x: Float[Array, "R I"], w: Float[Array, "E I F"], groups: Groups) -> Float[Array, "M F"]:
-    """Returns the products of rows with their expert's matrix, expert after expert."""
-    if form == "plain":
-        return _plain(x[groups.order], w, groups)
-    return grouped_pallas.times(x, w, groups, "x", interpret=form == "interpreted")
+def rows_to_groups(
+    form: Form, x: Float[Array, "R I"], w: Float[Array, "E I F"] | Float8, groups: Groups
+) -> Float[Array, "M F"]:
+    """Returns the products of rows with their expert's matrix, expert after expert, in x's dtype."""
+    return _products(form, "x", x, *differentiable(w), groups)
 
 
-def _rows_to_groups_back(form: Form, kept: Any, d: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def groups_to_rows(
+    form: Form, h: Float[Array, "M F"], w: Float[Array, "E F I"] | Float8, groups: Groups
+) -> Float[Array, "R I"]:
+    """Returns the products of rows that lie expert after expert, each at its row, in h's dtype."""
+    return _products(form, "out", h, *differentiable(w), groups)
+
+
+# `w` is the factor and has no gradient; `stand_in` receives the matrices' gradient.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _products(form: Form, named: Named, x: jax.Array, w: Factor, stand_in: jax.Array | None, groups: Groups) -> jax.Array:
+    return _products_forward(form, named, x, w, stand_in, groups)[0]
+
+
+def _products_forward(
+    form: Form, named: Named, x: jax.Array, w: Factor, stand_in: jax.Array | None, groups: Groups
+) -> tuple[jax.Array, Any]:
+    factor = _rounded(x, w, groups, at_rows=named == "x")
+    return _times(form, factor, w, groups, named), (None if stand_in is None else factor, w, groups)
+
+
+def _products_backward(form: Form, named: Named, kept: Any, d: jax.Array) -> tuple[jax.Array, None, jax.Array | None, None]:
     x, w, groups = kept
-    if form == "plain":
-        _, pull_back = jax.vjp(lambda x, w: _plain(x, w, groups), x[groups.order], w)
-        d_ordered, d_w = pull_back(d)
-        return _at_rows(d_ordered, groups), d_w, None
-    interpret = form == "interpreted"
-    d_x = grouped_pallas.times(d, w, groups, "out", transposed=True, num_rows=len(x), interpret=interpret)
-    return d_x, grouped_pallas.weight_gradients(x, d, groups, "x", interpret=interpret), None
+    d_factor = _rounded(d, w, groups, at_rows=named == "out", is_gradient=True)
+    d_x = _times(form, d_factor, w, groups, "out" if named == "x" else "x", transposed=True)
+    return d_x, None, None if x is None else _weight_gradients(form, x, d_factor, groups, named), None
 
 
-rows_to_groups.defvjp(lambda form, x, w, groups: (rows_to_groups(form, x, w, groups), (x, w, groups)), _rows_to_groups_back)
+_products.defvjp(_products_forward, _products_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def groups_to_rows(form: Form, h: Float[Array, "M F"], w: Float[Array, "E F I"], groups: Groups) -> Float[Array, "R I"]:
-    """Returns the products of rows that lie expert after expert, each at its row."""
-    if form == "plain":
-        return _at_rows(_plain(h, w, groups), groups)
-    return grouped_pallas.times(h, w, groups, "out", num_rows=len(groups.is_row), interpret=form == "interpreted")
+def _rounded(x: jax.Array, w: Factor, groups: Groups, *, at_rows: bool, is_gradient: bool = False) -> Factor:
+    """Returns rows in the format that they are multiplied with `w` in; in float8, rows of no expert are zeros."""
+    if not isinstance(w, Float8):
+        return x
+    is_own = groups.is_row if at_rows else jnp.arange(len(x)) < jnp.sum(groups.sizes)
+    return rounded(jnp.where(is_own[:, None], x, 0), gradient_format(w) if is_gradient else w.values.dtype)
 
 
-def _groups_to_rows_back(form: Form, kept: Any, d: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    h, w, groups = kept
-    if form == "plain":
-        return *jax.vjp(lambda h, w: _plain(h, w, groups), h, w)[1](d[groups.order]), None
-    interpret = form == "interpreted"
-    d_h = grouped_pallas.times(d, w, groups, "x", transposed=True, interpret=interpret)
-    return d_h, grouped_pallas.weight_gradients(h, d, groups, "dy", interpret=interpret), None
+def _times(form: Form, x: Factor, w: Factor, groups: Groups, named: Named, *, transposed: bool = False) -> jax.Array:
+    if form in ("plain", "tokamax"):
+        return grouped_sorted.times(form, x, w, groups, named, transposed=transposed)
+    return grouped_pallas.times(x, w, groups, named, transposed=transposed, interpret=form == "interpreted")
 
 
-groups_to_rows.defvjp(lambda form, h, w, groups: (groups_to_rows(form, h, w, groups), (h, w, groups)), _groups_to_rows_back)
-
-
-def _plain(x: Float[Array, "M K"], w: Float[Array, "E K N"], groups: Groups) -> Float[Array, "M N"]:
-    return jax.lax.ragged_dot(x, w, groups.sizes, preferred_element_type=x.dtype)
-
-
-def _at_rows(y: Float[Array, "M N"], groups: Groups) -> Float[Array, "R N"]:
-    return jnp.where(groups.is_row[:, None], y[groups.place], 0)
+def _weight_gradients(form: Form, x: Factor, d: Factor, groups: Groups, named: Named) -> jax.Array:
+    if form in ("plain", "tokamax"):
+        return grouped_sorted.weight_gradients(form, x, d, groups, named)
+    return grouped_pallas.weight_gradients(x, d, groups, named, interpret=form == "interpreted")

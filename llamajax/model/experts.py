@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from llamajax.config.adapters import Projection
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import AXES, ParallelConfig, num_parts
-from llamajax.kernels.grouped import experts_on_rows, grouped_form
+from llamajax.estimates.experts import block_slots
+from llamajax.kernels.grouped import experts_on_rows
 from llamajax.model.adapters import Seeds
 from llamajax.model.layers import MLP, Auxiliary, normal, output_first, residual_std
 from llamajax.model.router import Choices, choose, kept_choices
 from llamajax.parallel import dispatch
 from llamajax.parallel.dispatch import PEERS, Block, Route
+from llamajax.parallel.float8 import Factor, differentiable, rejoined, specs
 from llamajax.parallel.matmul import tokenwise_matmul
 from llamajax.parallel.sharding import as_tuple, axes_in
 from llamajax.parallel.stages import STAGE, is_staged
@@ -44,6 +47,9 @@ _ALL = P(AXES)
 
 class Experts(nnx.Module):
     """The experts of a layer, their router, and the expert that all tokens share."""
+
+    MATRICES: ClassVar[Mapping[str, Sequence[Projection]]] = {}
+    """Matrices that take adapters, see `MLP.MATRICES`: none."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         own, D, dtype = config.experts, config.embed_dim, config.param_dtype
@@ -204,8 +210,8 @@ class _Way:
         peers, n = _size(PEERS), math.ceil(b * t / _size(_copies(lies)))
         own = config.num_experts // peers
         most = n * min(config.top_k, own)
-        slots = math.ceil(parallel.expert_slots * n * config.top_k / peers) if parallel.expert_slots else most
-        block = Block.of(min(most, -(-slots // 8) * 8), own, config.latent_dim or D, x.dtype)
+        slots = block_slots(n, config.top_k, peers, own, parallel.expert_slots)
+        block = Block.of(slots, own, config.latent_dim or D, x.dtype)
         staged = is_staged(jax.typeof(experts.router[...]).sharding.spec)
         return _Way(experts, parallel, lies, (b, t, D), block, block.slots == most, staged)
 
@@ -250,7 +256,7 @@ class _Way:
         weights = self._of_experts()
 
         @partial(jax.shard_map, in_specs=(_ALL, _specs(weights)), out_specs=_ALL)
-        def on_device(blocks: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        def on_device(blocks: jax.Array, weights: dict[str, Any]) -> jax.Array:
             return self._multiply(blocks, **self._varying(weights, AXES))
 
         return on_device(blocks, weights)
@@ -274,24 +280,26 @@ class _Way:
 
     # What follows runs on one device.
 
-    def _multiply(self, blocks: jax.Array, w_gate_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    def _multiply(self, blocks: jax.Array, w_gate_up: Factor, w_down: Factor) -> jax.Array:
         with jax.named_scope("multiply"):
             rows, weights, counts = dispatch.unpack(blocks, self.block)
-            groups, form = dispatch.by_expert(counts, self.block), grouped_form(self.config.kernel)
-            return experts_on_rows(rows, weights, groups, w_gate_up, w_down, form)
+            groups = dispatch.by_expert(counts, self.block)
+            return experts_on_rows(rows, weights, groups, w_gate_up, w_down, self.config.kernel)
 
-    def _further_rounds(self, tokens: _Tokens, weights: dict[str, jax.Array]) -> jax.Array:
+    def _further_rounds(self, tokens: _Tokens, weights: dict[str, Any]) -> jax.Array:
         """Returns the results for choices that had no slot in the first round."""
         rounds = dispatch.num_rounds(tokens.experts, self.config.num_experts, self.block)
-        differentiable = tokens.x, tokens.weights, weights["w_gate_up"], weights["w_down"]
-        return _in_rounds(self, rounds, tokens.experts, *differentiable)
+        factors, stand_ins = zip(*(differentiable(weights[name]) for name in ("w_gate_up", "w_down")), strict=True)
+        with jax.named_scope("further_rounds"):
+            return _in_rounds(self, rounds, tokens.experts, factors, tokens.x, tokens.weights, *stand_ins)
 
     def _round(
-        self, number: jax.Array, chosen: jax.Array, x: jax.Array, weights: jax.Array, w_gate_up: jax.Array, w_down: jax.Array
-    ) -> jax.Array:
+        self, number: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], x: jax.Array, weights: jax.Array,
+        *stand_ins: jax.Array,
+    ) -> jax.Array:  # fmt: skip
         route = dispatch.route(chosen, self.config.num_experts, self.block, number)
         blocks = dispatch.exchange(dispatch.pack(x, weights, route, self.block))
-        back = dispatch.exchange(self._multiply(blocks, w_gate_up, w_down))
+        back = dispatch.exchange(self._multiply(blocks, *map(rejoined, factors, stand_ins)))
         return dispatch.collect(back, route, self.block)
 
     def _kept(self, chosen: Int32[Array, "n k"]) -> Int32[Array, "n k"]:
@@ -360,13 +368,14 @@ class _Way:
 
         return {name: laid_out(w) for name, w in arrays.items()}
 
-    def _of_experts(self) -> dict[str, jax.Array]:
+    def _of_experts(self) -> dict[str, Any]:
         return {"w_gate_up": self.experts.w_gate_up[...], "w_down": self.experts.w_down[...]}
 
-    def _varying(self, weights: dict[str, jax.Array], axes: Iterable[str] | None = None) -> dict[str, jax.Array]:
+    def _varying(self, weights: dict[str, Any], axes: Iterable[str] | None = None) -> dict[str, Any]:
         """Returns weights of this device's stage, as different on all devices along `axes`, by default the tokens' axes."""
         over = axes_in(self.lies.partitions) if axes is None else axes
-        return {name: _pcast(w[0] if self.is_staged else w, over) for name, w in weights.items()}
+        own = jax.tree.map(lambda w: w[0], weights) if self.is_staged else weights
+        return jax.tree.map(lambda w: _pcast(w, over), own)
 
 
 def _copies(lies: P) -> tuple[str, ...]:
@@ -379,8 +388,8 @@ def _size(axes: Iterable[str]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _specs(arrays: dict[str, jax.Array]) -> dict[str, P]:
-    return {name: jax.typeof(array).sharding.spec for name, array in arrays.items()}
+def _specs(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: specs(w) for name, w in weights.items()}
 
 
 def _pcast(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -407,13 +416,15 @@ _with_gradient.defvjp(lambda x, _, gradient: (x, gradient), _with_gradient_back)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_rounds(way: _Way, rounds: jax.Array, chosen: jax.Array, *differentiable: jax.Array) -> jax.Array:
+def _in_rounds(
+    way: _Way, rounds: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], *differentiable: jax.Array
+) -> jax.Array:
     """Returns the sum of all rounds but the first. Their number is known to the devices alone, so the backward pass, whose
     loop is of the same length, computes them again."""
 
     def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, total = carry
-        return number + 1, total + way._round(number, chosen, *differentiable)
+        return number + 1, total + way._round(number, chosen, factors, *differentiable)
 
     return jax.lax.while_loop(lambda carry: carry[0] < rounds, step, (_one(rounds), jnp.zeros_like(differentiable[0])))[1]
 
@@ -423,15 +434,15 @@ def _one(like: jax.Array) -> jax.Array:
 
 
 def _in_rounds_back(way: _Way, kept: Any, d: jax.Array) -> Any:
-    rounds, chosen, *differentiable = kept
+    rounds, chosen, factors, *differentiable = kept
 
     def step(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         number, totals = carry
-        _, pull_back = jax.vjp(partial(way._round, number, chosen), *differentiable)
+        _, pull_back = jax.vjp(partial(way._round, number, chosen, factors), *differentiable)
         return number + 1, jax.tree.map(jnp.add, totals, pull_back(d))
 
-    zeros = tuple(map(jnp.zeros_like, differentiable))
-    return None, None, *jax.lax.while_loop(lambda carry: carry[0] < rounds, step, (_one(rounds), zeros))[1]
+    zeros = jax.tree.map(jnp.zeros_like, tuple(differentiable))
+    return None, None, None, *jax.lax.while_loop(lambda carry: carry[0] < rounds, step, (_one(rounds), zeros))[1]
 
 
 _in_rounds.defvjp(lambda way, *args: (_in_rounds(way, *args), args), _in_rounds_back)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
@@ -60,11 +61,15 @@ class LayerRun(NamedTuple):
         return tuple(of_unit[0] if size == 1 else of_unit for of_unit in own)
 
 
-def _keys_of_layers(key: jax.Array, num_layers: int) -> jax.Array:
-    keys = jax.random.split(key, num_layers)
-    if num_layers % num_stages() == 0 and num_stages() > 1:
-        return jax.reshard(keys, spec("layers"))  # then each stage creates its own layers
-    return keys
+def _keys_of_layers(key: jax.Array, config: ModelConfig) -> tuple[jax.Array | None, jax.Array]:
+    """Returns the keys of `Llama.dense_layers` and of `Llama.layers`."""
+    L, experts = config.num_layers, config.experts
+    keys, dense = jax.random.split(key, L), experts.dense_layers(L) if experts.enabled else ()
+    if dense:
+        return keys[np.array(dense)], keys[np.setdiff1d(np.arange(L), dense)]
+    if L % num_stages() == 0 and num_stages() > 1:
+        return None, jax.reshard(keys, spec("layers"))  # then each stage creates its own layers
+    return None, keys
 
 
 class Llama(nnx.Module):
@@ -86,12 +91,9 @@ class Llama(nnx.Module):
         self.config = config
         self.embedding = table(V, D, dtype, normal(embedding_key, config.init_std))
         # One Layer whose parameters have a leading dim L, for scan: compile time does not grow with depth.
-        keys = _keys_of_layers(layers_key, config.num_layers)
-        dense = config.experts.dense_layers(config.num_layers) if config.experts.enabled else ()
+        dense_keys, keys = _keys_of_layers(layers_key, config)
         # Of a model with experts: the layers without.
-        self.dense_layers: Layer | None = stack(partial(Layer, config))(keys[jnp.array(dense)]) if dense else nnx.data(None)
-        if dense:
-            keys = keys[jnp.array([number for number in range(config.num_layers) if number not in dense])]
+        self.dense_layers: Layer | None = nnx.data(None) if dense_keys is None else stack(partial(Layer, config))(dense_keys)
         # In weights prepared for a step with a pipeline: a tuple with the layers in each slot of the stages.
         self.layers = stack(partial(Layer, config, has_experts=config.experts.enabled))(keys)
         self.whole_first: Layer | None = nnx.data(None)  # the first layer, gathered; only in weights prepared for a step
@@ -304,18 +306,21 @@ class Llama(nnx.Module):
             return Attention.adapters(*known, of_attention), MLP.adapters(*known, of_mlp)
 
         adapted = jax.tree.map(lambda weight: weight, self)
-        attention, mlp = jax.vmap(make)(_keys_of_layers(key, self.config.num_layers))
-        attach(adapted.layers.attention, Attention.MATRICES, attention)
-        attach(adapted.layers.mlp, MLP.MATRICES, mlp)
+        dense_keys, keys = _keys_of_layers(key, self.config)
+        for layers, own_keys in ((adapted.dense_layers, dense_keys), (adapted.layers, keys)):
+            if layers is not None:
+                attention, mlp = jax.vmap(make)(own_keys)
+                attach(layers.attention, Attention.MATRICES, attention)
+                attach(layers.mlp, layers.mlp.MATRICES, mlp)
         return adapted
 
     def without_adapters(self) -> "Llama":
         """Returns the model, prepared or not, that the adapters add to."""
         base = jax.tree.map(lambda weight: weight, self)
-        for layer in (base.layers, base.whole_first):
+        for layer in (base.dense_layers, base.layers, base.whole_first):
             if layer is not None:
                 detach(layer.attention, Attention.MATRICES)
-                detach(layer.mlp, MLP.MATRICES)
+                detach(layer.mlp, layer.mlp.MATRICES)
         return base
 
     def output_weight(self) -> nnx.Param:

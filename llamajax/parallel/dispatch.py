@@ -7,7 +7,6 @@ router chose. Places come from prefix sums, and tokens move by gathers, forward 
 All functions run on one device, within `shard_map`.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.parallel import axes_of
+from llamajax.estimates.experts import tail_rows
 
 PEERS = axes_of("experts")
 """Mesh axes that split the experts."""
@@ -44,7 +44,7 @@ class Block(NamedTuple):
     @property
     def tail(self) -> int:
         """Rows that hold weights and counts."""
-        return math.ceil(self.terms * (self.slots + self.experts) / self.width)
+        return tail_rows(self.slots, self.experts, self.width, self.terms)
 
     @property
     def rows(self) -> int:

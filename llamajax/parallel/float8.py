@@ -110,9 +110,12 @@ def as_factor(x: Array, w: Factor) -> Factor:
 
 def as_gradient(d_y: Array, w: Factor) -> Factor:
     """Returns the gradient of a product with `w` in the format that it is multiplied in."""
-    if not isinstance(w, Float8):
-        return d_y
-    return _rounded_tokens(d_y, E5M2 if w.values.dtype == E4M3 else w.values.dtype)
+    return _rounded_tokens(d_y, gradient_format(w)) if isinstance(w, Float8) else d_y
+
+
+def gradient_format(w: Float8) -> jnp.dtype:
+    """Returns the format of gradients that are multiplied with a weight, or by its inputs."""
+    return E5M2 if w.values.dtype == E4M3 else w.values.dtype
 
 
 def moved(how: Callable[[Array], Array], x: Factor) -> Factor:
@@ -134,6 +137,11 @@ def differentiable(w: Factor, *, frozen: bool = False) -> tuple[Factor, Array | 
     """Splits a weight into the factor of the product and the array that receives its gradient, None for a frozen one."""
     factor, stand_in = (dataclasses.replace(w, stand_in=None), w.stand_in) if isinstance(w, Float8) else (w, w)
     return factor, None if frozen else stand_in
+
+
+def rejoined(factor: Factor, stand_in: Array | None) -> Factor:
+    """Reverts `differentiable` for a weight that is not frozen."""
+    return dataclasses.replace(factor, stand_in=stand_in) if isinstance(factor, Float8) else stand_in
 
 
 def product(x: Factor, y: Factor, dims: Any, out: P) -> Array:

@@ -9,6 +9,7 @@ from llamajax.estimates.formulas import mesh_sizes
 from llamajax.estimates.machine import planned_machine
 from llamajax.estimates.partition import partition
 from llamajax.planning.cost.attention import scores_of_calls
+from llamajax.planning.cost.experts import expert_loads
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.plan import Schedule
 
@@ -34,7 +35,8 @@ def speeds_of_domains(config: Config, schedule: Schedule) -> list[DomainSpeed]:
     for domain in machine.domains:
         alike = tuple(dataclasses.replace(other, node_bandwidth=domain.node_bandwidth) for other in machine.domains)
         with_its_network = dataclasses.replace(machine, domains=alike)
-        seconds.append(replay(schedule.module, with_its_network, run.mesh, scores_of_calls(run)).step_time_s)
+        scores, loads = scores_of_calls(run), expert_loads(config, run.mesh)
+        seconds.append(replay(schedule.module, with_its_network, run.mesh, scores, loads).step_time_s)
     stages = [domain.nodes * mesh_sizes(config)["pipeline"] // hardware.nodes for domain in hardware.domains]
     speeds = [1 / own for own, count in zip(seconds, stages, strict=True) for _ in range(count)]
     layers = partition(config.model.num_layers, speeds) if speeds else []

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from llamajax.estimates.formulas import host_bytes
+from llamajax.estimates.device_memory import host_bytes
 from llamajax.estimates.gpu_memory_budget import Allowance, allowance, room
 from llamajax.estimates.host_memory import host_room
 from llamajax.estimates.rollouts import held_reference_bytes

@@ -13,6 +13,7 @@ from llamajax.errors import ConfigError
 from llamajax.estimates.formulas import mesh_sizes
 from llamajax.estimates.machine import planned_machine
 from llamajax.planning.cost.attention import planned_kernel, scores_of_calls
+from llamajax.planning.cost.experts import expert_loads
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.fitting import Suggestion, suggestions
@@ -214,5 +215,7 @@ def replayed(step: CompiledStep, config: Config) -> Schedule:
         step=step,
         module=module,
         memory=memory_plan(step, module),
-        timeline=replay(module, planned_machine(config), step.run.mesh, scores_of_calls(step.run)),
+        timeline=replay(
+            module, planned_machine(config), step.run.mesh, scores_of_calls(step.run), expert_loads(config, step.run.mesh)
+        ),
     )

@@ -16,6 +16,7 @@ from llamajax.config.run import Config
 from llamajax.estimates.machine import Machine
 from llamajax.parallel import compilation_cache
 from llamajax.planning.cost.attention import Scores
+from llamajax.planning.cost.experts import Loads
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import Timeline
 from llamajax.planning.latencies import latency_text
@@ -102,6 +103,8 @@ class Judge:
     mesh: Mapping[str, int]
     scores: Scores | None
     """Scores of attention, see `replay`."""
+    loads: Loads | None
+    """Loads of experts, see `replay`."""
     budget: float
     """Bytes that a device has for arrays."""
 
@@ -114,7 +117,7 @@ class Judge:
         assert memory is not None
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         needed = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
-        timeline = replay(parse(hlo), self.machine, self.mesh, self.scores)
+        timeline = replay(parse(hlo), self.machine, self.mesh, self.scores, self.loads)
         return Judged(preference(timeline, fits=needed <= self.budget), timeline, step, bool(loaded))
 
     def latencies(self, run: ResolvedRun, lowered: jax.stages.Lowered, path: Path) -> tuple[str, Judged]:

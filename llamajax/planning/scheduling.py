@@ -21,6 +21,7 @@ from llamajax.estimates.calibration import read_measurement
 from llamajax.estimates.machine import planned_machine
 from llamajax.parallel import compilation_cache
 from llamajax.planning.cost.attention import scores_of_calls
+from llamajax.planning.cost.experts import expert_loads
 from llamajax.planning.latencies import FILE_NAME, read_latencies, text_costs
 from llamajax.planning.schedule_choice import FASTEST, GUESSES, Judge, Judged, Preference, fastest_remat
 from llamajax.processes.peers import everyones, of_first
@@ -188,13 +189,14 @@ def resolve_here(config: Config, doing: Callable[[str], None] = lambda what: Non
 def _judge(run: ResolvedRun) -> Judge:
     machine = planned_machine(run.config)
     budget = run.memory_fraction * machine.gpu.memory_bytes
-    return Judge(machine=machine, mesh=run.mesh, scores=scores_of_calls(run), budget=budget)
+    scores, loads = scores_of_calls(run), expert_loads(run.config, run.mesh)
+    return Judge(machine=machine, mesh=run.mesh, scores=scores, loads=loads, budget=budget)
 
 
 def _described(judge: Judge) -> list[Any]:
     """Returns the inputs of a judgement, for the name of the file that stores it."""
     machine = judge.machine
-    return [repr(machine), repr(machine.calibration), judge.mesh, judge.scores, jax.__version__]
+    return [repr(machine), repr(machine.calibration), judge.mesh, judge.scores, judge.loads, jax.__version__]
 
 
 def _same_file(source: str) -> str:

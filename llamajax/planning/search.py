@@ -12,7 +12,7 @@ from llamajax.planning.plan import Plan, by_latencies, make_plan, plan_problems,
 
 _PRICES = ("hardware.price_per_gpu_hour", "hardware.token_budget")
 """Settings that change neither program nor schedule."""
-_COSTS = ("hardware.gpu_bandwidth", "hardware.node_bandwidth", "hardware.calibration")
+_COSTS = ("hardware.gpu_bandwidth", "hardware.node_bandwidth", "hardware.calibration", "hardware.expert_imbalance")
 """Settings that the compiler does not see, but that change the cost model's latencies."""
 _CLUSTER_SIZE = ("hardware.nodes", "hardware.gpus_per_node")
 

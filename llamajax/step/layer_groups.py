@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.config.run import Config
-from llamajax.estimates.formulas import host_bytes, saved_bytes, saved_host_bytes
+from llamajax.estimates.device_memory import host_bytes, saved_bytes, saved_host_bytes
 from llamajax.estimates.nvme import first_kept, planned_disk
 from llamajax.step.offload_form import layer_costs
 

@@ -16,20 +16,16 @@ from llamajax.config.offload import (
     offload_problems,
 )
 from llamajax.config.run import Config
+from llamajax.estimates.device_memory import host_bytes, kept_results, residual_width, saved_bytes, tokens_per_device
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
+    active_matrices,
     computed_model,
     copy_bytes,
     flops_per_token,
-    host_bytes,
-    keeps_two_residuals,
-    layer_matrices,
     num_matmul_params,
-    residual_width,
-    saved_bytes,
     state_host_bytes,
     state_shares,
-    tokens_per_device,
 )
 from llamajax.estimates.host_memory import host_room
 from llamajax.estimates.machine import Machine, planned_machine
@@ -238,18 +234,18 @@ def layer_costs(config: Config, axes: Mapping[str, int]) -> LayerCosts:
     model, tokens = computed_model(config.model, axes), tokens_per_device(config, axes)
     calibration, tensor, width = machine.calibration, axes["tensor"], DTYPE_BYTES[config.model.compute_dtype]
     product_s = 2 * tokens / tensor / (machine.gpu.peak_flops * calibration.matmul_efficiency)
-    matrices = layer_matrices(model)
-    saved = SAVED_BY_REMAT[model.remat]
-    kept = {None, *(saved or ()), *(["residual"] if keeps_two_residuals(config, axes) else [])}
-    lost = 0 if saved is None else sum(size for matrix, size in matrices.items() if matrix.result not in kept)
+    matrices, kept = active_matrices(model), kept_results(config, axes)
+    lost = sum(size for matrix, size in matrices.items() if matrix.result not in kept)
+    lost = 0 if SAVED_BY_REMAT[model.remat] is None else lost
     attention_s, attention_back_s = _attention_seconds(config, axes, machine)
     on_card, _ = saved_bytes(dataclasses.replace(config, offload=ON_CARD), axes)
     by_token: dict[str, int] = {name: on_card[name] for name in BY_TOKEN if name in on_card}
     # The parts of qkv and of the MLP's output are written, joined, and read.
     parted = by_token.get("qkv", 0) + width * tokens * residual_width(config, axes)
     memory = machine.gpu.memory_bandwidth * calibration.memory_efficiency
-    products = {matrix.result: size * product_s for matrix, size in matrices.items()}
-    again_s = {name: products[name] for name in by_token}
+    again_s = {
+        name: product_s * sum(size for matrix, size in matrices.items() if matrix.result == name) for name in by_token
+    }
     return LayerCosts(
         forward_s=sum(matrices.values()) * product_s + attention_s,
         backward_s=(2 * sum(matrices.values()) + lost) * product_s + attention_back_s,

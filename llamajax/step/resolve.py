@@ -11,16 +11,15 @@ from llamajax.config.parallel import Reduction, SequenceForm, StackForm, TensorF
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.estimates.communication import sequence_numbers
+from llamajax.estimates.device_memory import expected_bytes, saved_host_bytes
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     copy_bytes,
-    expected_bytes,
     gathered_layer_bytes,
     layer_matrix_bytes,
     mesh_sizes,
     params_gathered_once,
     prefetched_bytes,
-    saved_host_bytes,
 )
 from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.estimates.gpus import Gpu, planned_gpu
@@ -30,6 +29,7 @@ from llamajax.kernels.choice import Site, can_fuse, choose
 from llamajax.kernels.plain import MAX_CHUNK_SCORES
 from llamajax.parallel.float8 import LEAST_CAPABILITY
 from llamajax.parallel.tensor import SHARED
+from llamajax.step.expert_forms import parts_form
 from llamajax.step.layer_groups import further_card_bytes, needed_host_bytes, uses_files
 from llamajax.step.loss import MAX_CHUNK_LOGITS
 from llamajax.step.offload_form import OffloadChoice, offload_form, step_seconds
@@ -88,6 +88,7 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         "stack": stack_form(config, mesh, budget),
         "sequence": sequence_form(config, mesh),
         "tensor": tensor_form(config, mesh),
+        "expert_parts": parts_form(config, mesh),
     }
     config = _in_forms(config, **{setting: form for setting, (form, _) in chosen.items()})
     order, chunks, why = pipeline_form(config, mesh)
@@ -100,6 +101,8 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         no_choice.add("grad_reduce")
     if mesh["pipeline"] == 1:
         no_choice.add("pipeline_head")
+    if num_parts("experts", mesh) == 1 or not config.model.experts.enabled:
+        no_choice.add("expert_parts")
     if asked == "auto":
         chosen["remat"] = remat, reason
     reasons = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice}

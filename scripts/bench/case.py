@@ -19,7 +19,8 @@ from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
-from llamajax.estimates.formulas import expected_bytes, flops_per_token, num_params
+from llamajax.estimates.device_memory import expected_bytes
+from llamajax.estimates.formulas import flops_per_token, num_params
 
 ROOT = Path(__file__).parents[2]
 SEED = 0

@@ -14,7 +14,7 @@ from llamajax.config.inherited import INHERITED
 from llamajax.config.left_out import preset_file
 from llamajax.config.model import ModelConfig, Preset
 from llamajax.errors import ConfigError
-from llamajax.estimates.formulas import num_params
+from llamajax.estimates.formulas import num_active_params, num_params
 from llamajax.units import format_count
 from tests import runs
 from tests.config.broken import LLAMA_2_7B
@@ -34,11 +34,16 @@ def test_every_shipped_model_is_a_preset():
 
 
 def test_the_manual_lists_every_preset(tmp_path):
-    rows = [line for line in (shipped.MANUAL.parent / "reference/models.md").read_text().splitlines() if "| `llama-" in line]
+    text = (shipped.MANUAL.parent / "reference/models.md").read_text()
+    rows = [line for line in text[text.index("## Presets") :].splitlines() if line.startswith("| `")]
     models = {name: load_config(run(tmp_path, {"preset": name})).model for name in NAMES}
-    assert rows == [
-        f"| `{name}` | {format_count(num_params(model))} | {model.max_seq_len:,} |" for name, model in models.items()
-    ]
+    assert rows == [f"| `{name}` | {size(model)} | {model.max_seq_len:,} |" for name, model in models.items()]
+
+
+def size(model):
+    """Parameters, and those that process one token if these are fewer."""
+    active = f" ({format_count(num_active_params(model))} active)" if model.experts.enabled else ""
+    return format_count(num_params(model)) + active
 
 
 @pytest.mark.parametrize("name", ["llama-2-70b", "llama-3.2-1b", "llama-530b"])

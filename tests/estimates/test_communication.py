@@ -7,7 +7,7 @@ import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig
 from llamajax.config.model import ModelConfig
-from llamajax.config.parallel import MeshConfig, ParallelConfig, SequenceForm
+from llamajax.config.parallel import AXES, MeshConfig, ParallelConfig, SequenceForm
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
 from llamajax.estimates import communication, formulas
@@ -25,7 +25,7 @@ def least(mesh: dict[str, Any], model: ModelConfig = MODEL, parallel: ParallelCo
         train=TrainConfig(num_steps=1, global_batch_size=16, **train),
         optimizer=OptimizerConfig(learning_rate=1e-3),
     )
-    return communication.least_wire_bytes(config, {"pipeline": 1, "data": 1, "fsdp": 1, "sequence": 1, "tensor": 1} | mesh)
+    return communication.least_wire_bytes(config, dict.fromkeys(AXES, 1) | mesh)
 
 
 def test_least_bytes():
@@ -63,7 +63,7 @@ def test_a_byte_of_each_weight_and_token_is_sent_for_matmuls_in_float8(stack):
         tokens = 16 * 128 * 64
         # Of each pair of matrices the first gathers its tokens and gathers them again, the second its gradients.
         assert least({"tensor": 2}) - least({"tensor": 2}, model) == pytest.approx(10 * gathered // 2 * 3 * tokens / 2)
-    axes = {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 2}
+    axes = {"data": 1, "fsdp": 8, "expert": 1, "sequence": 1, "tensor": 2}
     assert 2 * formulas.gathered_layer_bytes(in_float8, axes) == formulas.layer_matrix_bytes(MODEL, axes)
     assert formulas.layer_matrix_bytes(in_float8, axes) == formulas.layer_matrix_bytes(MODEL, axes)
     assert formulas.gathered_layer_bytes(MODEL, axes) == formulas.layer_matrix_bytes(MODEL, axes)

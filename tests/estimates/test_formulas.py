@@ -14,7 +14,7 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import MOMENTS, Moments, OptimizerConfig
-from llamajax.estimates import formulas
+from llamajax.estimates import device_memory, formulas
 from llamajax.model import Llama
 from llamajax.weights.names import TENSORS
 from tests.tiny import tiny_config
@@ -123,7 +123,7 @@ def test_the_minimum_splits_all_matrices_over_all_shards():
 def test_what_is_gathered_once_per_step_is_counted():
     run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=4, tensor=2))
     run = run.changed({"train.grad_accum_steps": 2, "parallel.grad_reduce": "micro"})
-    mesh = {"pipeline": 1, "data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+    mesh = {"pipeline": 1, "data": 1, "fsdp": 4, "expert": 1, "sequence": 1, "tensor": 2}
     tables, all_matrices = 2 * 64 * 32, formulas.num_params(run.model) - (2 * 2 + 1) * 32
     layer = (all_matrices - tables) // 2
     whole = {
@@ -138,8 +138,8 @@ def test_what_is_gathered_once_per_step_is_counted():
         changed = run.changed({"parallel.grad_reduce": reduction, "parallel.stack": stack, "parallel.zero": zero})
         assert formulas.params_gathered_once(changed, mesh) == params, form
         micro = run.changed({"parallel.stack": stack})
-        more = formulas.expected_bytes(changed, formulas.mesh_sizes(changed), max_chunk_scores=1, max_chunk_logits=1)
-        less = formulas.expected_bytes(micro, formulas.mesh_sizes(micro), max_chunk_scores=1, max_chunk_logits=1)
+        more = device_memory.expected_bytes(changed, formulas.mesh_sizes(changed), max_chunk_scores=1, max_chunk_logits=1)
+        less = device_memory.expected_bytes(micro, formulas.mesh_sizes(micro), max_chunk_scores=1, max_chunk_logits=1)
         # Of what is whole: the copy, the fp32 sum of its gradients, and of these themselves one table's, or all. A shard
         # of it, one of four, has neither gradient nor sum of its own.
         at_once = params if zero == 1 else min(params, tables // 2 // 2)
@@ -151,12 +151,14 @@ def test_what_is_gathered_once_per_step_is_counted():
 def test_what_is_alive_in_turn_counts_once():
     run = tiny_config(hardware=HardwareConfig(gpu="h100"), mesh=MeshConfig(fsdp=8))
     bounds = {"max_chunk_scores": 2**20, "max_chunk_logits": 2**20}
-    scan = formulas.expected_bytes(run, formulas.mesh_sizes(run), **bounds)
-    prefetched = formulas.expected_bytes(run.changed({"parallel.stack": "prefetch"}), formulas.mesh_sizes(run), **bounds)
+    scan = device_memory.expected_bytes(run, formulas.mesh_sizes(run), **bounds)
+    prefetched = device_memory.expected_bytes(
+        run.changed({"parallel.stack": "prefetch"}), formulas.mesh_sizes(run), **bounds
+    )
     assert prefetched["collectives"] == 3 * formulas.layer_matrix_bytes(run.model, formulas.mesh_sizes(run))
     assert {kind for kind in scan if scan[kind] != prefetched[kind]} == {"collectives"}
     assert scan["logits"] == 0
-    large = formulas.expected_bytes(run.changed({"model.vocab_size": 2**20}), formulas.mesh_sizes(run), **bounds)
+    large = device_memory.expected_bytes(run.changed({"model.vocab_size": 2**20}), formulas.mesh_sizes(run), **bounds)
     loss = 2**20 * (4 + 2 * 4) + 2**20 * run.model.embed_dim * (4 + 8)  # a chunk in fp32, the head and its gradient twice
     assert large["logits"] + large["temporaries"] + large["collectives"] == loss
     assert large["temporaries"] == scan["temporaries"]
@@ -180,7 +182,8 @@ def test_what_is_frozen_has_weights_alone():
     # What is whole for the step has one gradient, whole; with `zero: 1` that is all but norms.
     for changes, fewer in (({}, (table + down) // 8 + norms), ({"parallel.zero": 1}, table + down + norms)):
         more, less = (
-            formulas.expected_bytes(some.changed(changes), formulas.mesh_sizes(some), **bounds) for some in (run, frozen)
+            device_memory.expected_bytes(some.changed(changes), formulas.mesh_sizes(some), **bounds)
+            for some in (run, frozen)
         )
         assert more["gradients"] - less["gradients"] == 4 * fewer
         assert more["optimizer"] - less["optimizer"] == 8 * ((table + down) // 8 + norms)
@@ -189,7 +192,7 @@ def test_what_is_frozen_has_weights_alone():
     late = {"parallel.grad_reduce": "step"}
     (one, _), (none, norms_alone) = (
         [
-            formulas.expected_bytes(run.changed(late | {"train.frozen": names}), formulas.mesh_sizes(run), **bounds)
+            device_memory.expected_bytes(run.changed(late | {"train.frozen": names}), formulas.mesh_sizes(run), **bounds)
             for names in (tables, (*tables, "norm"))
         ]
         for tables in (("embedding",), ("embedding", "head"))

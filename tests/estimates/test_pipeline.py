@@ -12,7 +12,8 @@ from llamajax.config.run import Config
 from llamajax.config.stages import layers_of_stages
 from llamajax.config.training import TrainConfig
 from llamajax.estimates.communication import least_wire_bytes, pipeline_bytes
-from llamajax.estimates.formulas import expected_bytes, mesh_sizes, minimum_state_bytes, num_params, state_bytes
+from llamajax.estimates.device_memory import expected_bytes
+from llamajax.estimates.formulas import mesh_sizes, minimum_state_bytes, num_params, state_bytes
 from llamajax.estimates.pipeline import StageWork
 from llamajax.parallel.pipeline_schedule import DELAY, PipelineSchedule
 from tests.tiny import tiny_config

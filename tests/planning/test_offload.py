@@ -14,7 +14,8 @@ from llamajax.config.offload import OffloadConfig
 from llamajax.config.parallel import MeshConfig, ParallelConfig, StackForm
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
-from llamajax.estimates.formulas import host_bytes, layer_matrices, mesh_sizes, saved_host_bytes, trained_weights
+from llamajax.estimates.device_memory import host_bytes, saved_host_bytes
+from llamajax.estimates.formulas import layer_matrices, mesh_sizes, trained_weights
 from llamajax.planning.plan import Schedule, planned
 from llamajax.planning.xla.hlo import arrays, num_bytes
 from tests.tiny import tiny_config

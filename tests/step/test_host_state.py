@@ -11,7 +11,8 @@ from llamajax.config.offload import OffloadConfig
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.config.training import OptimizerConfig, TrainConfig
-from llamajax.estimates.formulas import host_bytes, state_host_bytes, state_shares
+from llamajax.estimates.device_memory import host_bytes
+from llamajax.estimates.formulas import state_host_bytes, state_shares
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.host_memory import KIND
 from llamajax.parallel.mesh import make_mesh

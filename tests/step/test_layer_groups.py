@@ -9,7 +9,7 @@ from llamajax.config.machine import HardwareConfig
 from llamajax.config.offload import ON_CARD, OffloadConfig, TiersConfig
 from llamajax.config.parallel import MeshConfig
 from llamajax.config.training import TrainConfig
-from llamajax.estimates.formulas import host_bytes
+from llamajax.estimates.device_memory import host_bytes
 from llamajax.step.layer_groups import (
     bytes_in_flight,
     file_bytes,

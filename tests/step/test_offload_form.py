@@ -5,7 +5,8 @@ import pytest
 from llamajax.config.file import load_config
 from llamajax.config.offload import OffloadConfig
 from llamajax.config.run import Config
-from llamajax.estimates.formulas import host_bytes, mesh_sizes
+from llamajax.estimates.device_memory import host_bytes
+from llamajax.estimates.formulas import mesh_sizes
 from llamajax.estimates.host_memory import host_room
 from llamajax.estimates.machine import planned_machine
 from llamajax.step.offload_form import layer_costs

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from llamajax.config.model import SAVED_BY_REMAT
 from llamajax.config.offload import BY_TOKEN
 from llamajax.config.parallel import num_parts
+from llamajax.estimates.device_memory import kept_results, saved_token_share
 from llamajax.estimates.formulas import (
+    active_matrices,
     computed_model,
     flops_per_token,
-    keeps_two_residuals,
-    layer_matrices,
     num_matmul_params,
-    saved_token_share,
+    stacks,
     trained_weights,
 )
 from llamajax.estimates.pipeline import StageWork, share_of_head
@@ -50,13 +50,12 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     config = run.config
     model, seq_len = computed_model(config.model, run.mesh), config.data.seq_len
     L, heads = model.num_layers, model.num_heads * model.head_dim
-    saved = SAVED_BY_REMAT[model.remat]
-    kept = {None, *(saved or ()), *(["residual"] if keeps_two_residuals(config, run.mesh) else [])}
-    matrices = {} if saved is None else layer_matrices(model)
+    kept = kept_results(config, run.mesh)
     lost = {name: 1 - saved_token_share(config, run.mesh) for name in BY_TOKEN}
-    again = sum(
-        size * (lost.get(matrix.result or "", 0.0) if matrix.result in kept else 1.0) for matrix, size in matrices.items()
-    )
+    again = 0.0  # parameters of all layers, for one token
+    for alike in stacks(model).values() if SAVED_BY_REMAT[model.remat] is not None else ():
+        for matrix, size in active_matrices(alike).items():
+            again += alike.num_layers * size * (lost.get(matrix.result or "", 0.0) if matrix.result in kept else 1.0)
     matmul_flops = matmul_flops_per_token(config, model)
     passes = config.objective.forward_passes(config.adapters)
     again_forward = 2 * passes + (2 if model.remat == "full" else 0)
@@ -74,8 +73,8 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     table = model.head_rows * model.embed_dim
     head = (6.0 if output_weight(model) in trained_weights(config, model) else 4.0) * table
     of_adapters = adapter_matmul_params(config, model)
-    again += of_adapters / L if again else 0
-    of_layers = matmul_flops - head + 2.0 * L * again + attention
+    again += of_adapters if again else 0
+    of_layers = matmul_flops - head + 2.0 * again + attention
     # Without recomputation, the forward pass has two FLOPs per parameter; and two products of attention's seven, or of nine
     # in all kernels.
     forward = 2.0 * (num_matmul_params(model) - table + of_adapters) + attention * 2 / (7 + again_forward)
@@ -85,7 +84,7 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     logits_again = 2.0 * table if config.objective.kind not in ("next_token", "reward") else 0.0
     return ExecutedFlops(
         weights=float(matmul_flops + 2 * passes * num_matmul_params(model)) * tokens,
-        recomputed=(2.0 * L * again + logits_again) * tokens,
+        recomputed=(2.0 * again + logits_again) * tokens,
         attention=attention * tokens,
         idle=tokens * (executed - of_layers + head * (heads_run - 1)),
     )

@@ -15,11 +15,13 @@ from llamajax.estimates.machine import Machine
 from llamajax.kernels.choice import Kernel
 from llamajax.kernels.pallas import sizes
 from llamajax.kernels.tiles import num_tiles
+from llamajax.planning.cost import experts
 from llamajax.planning.cost.attention import Grid, Scores, busy_share
 from llamajax.planning.xla.hlo import Array, Computation, Instruction, Module, Shape, arrays, num_bytes, num_elements
 
-KernelKind = Literal["matmul", "attention", "memory", "copy"]
-"""Main work of a kernel: matrix products, fused attention, moving device memory, moving data between host and device."""
+KernelKind = Literal["matmul", "experts", "attention", "memory", "copy"]
+"""Main work of a kernel: matrix products, products with experts' matrices, fused attention, moving device memory, moving
+data between host and device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,12 @@ _TILE_START = 128
 class CostModel:
     """Costs of the instructions of one module on one machine; records the instructions that it does not support."""
 
-    def __init__(self, module: Module, machine: Machine, scores: Scores | None = None):
-        """Costs `module` on `machine`; `scores` are the computed scores of attention, where its kernels skip unseen
-        tiles."""
+    def __init__(self, module: Module, machine: Machine, scores: Scores | None = None, loads: experts.Loads | None = None):
+        """Costs `module` on `machine`; `scores` are the computed scores of attention, where its kernels skip unseen tiles,
+        and `loads` those of experts."""
         self.module = module
         self.scores = scores
+        self.loads = loads
         self.machine = machine
         self.not_understood: Counter[str] = Counter()
         """Instructions with a guessed cost, by opcode and call target."""
@@ -129,6 +132,8 @@ class CostModel:
         kernel = _own_kernel(instruction)
         if kernel.startswith("attention"):
             return self._pallas_attention(kernel, instruction, operands, size)
+        if kernel in experts.KERNELS:
+            return self._grouped(kernel, instruction, operands)
         if kernel == "swiglu_gradient":
             return self._kernel([], size)
         if not target.startswith(_GEMM_TARGETS):
@@ -197,6 +202,21 @@ class CostModel:
     def _attention(self, flops: int, efficiency: float, size: int) -> Cost:
         work = flops / (self.machine.gpu.peak_flops * efficiency)
         return Cost("attention", self.machine.calibration.kernel_s + max(work, self._memory_seconds(size)), flops, size)
+
+    def _grouped(self, kernel: str, instruction: Instruction, operands: list[Shape]) -> Cost:
+        """Returns the cost of a kernel of `llamajax.kernels.grouped_pallas`. It has places for more rows than come: time is
+        that of the rows on the busiest device, and FLOPs are counted for those of the mean device."""
+        assert self.loads is not None
+        mean, busiest = self.loads.of(is_further=experts.FURTHER_ROUNDS in instruction.op_name)
+        order, x, other = map(_array, operands[-3:])  # of rows [R, K], and matrices [E, K, N] or the result's gradients
+        result = _array(next(iter(arrays(instruction.shape))))
+        matrices = other if kernel == "grouped_rows" else result
+        K, N, places = x.dims[1], matrices.num_elements // matrices.dims[0] // x.dims[1], order.num_elements
+        rows, width = busiest * places, num_bytes(matrices) // matrices.num_elements
+        size = num_bytes(matrices) + round(rows * (K + N) * width)
+        work = experts.grouped_seconds(kernel, 2 * K * N, rows, matrices.dims[0], self.machine)
+        seconds = self.machine.calibration.kernel_s + max(work, self._memory_seconds(size))
+        return Cost("experts", seconds, round(mean * places * 2 * K * N), size)
 
     def _dots(self, body: Computation) -> list["Dot"]:
         """Returns every matrix product inside a fusion, nested fusions included."""

@@ -12,6 +12,7 @@ from typing import Literal
 
 from llamajax.estimates.machine import Machine
 from llamajax.planning.cost.attention import Scores
+from llamajax.planning.cost.experts import FURTHER_ROUNDS, Loads
 from llamajax.planning.cost.kernels import FREE, CostModel
 from llamajax.planning.cost.network import Collective, LinkKind, collective, collective_kind
 from llamajax.planning.cost.timeline import ALL_LANES, HOST_LANES, CollectiveUse, Event, Lane, Loop, Timeline
@@ -28,7 +29,13 @@ _REMATERIALIZED = ".remat"
 _CONTROL_FLOW = ("while", "call", "conditional")
 
 
-def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Scores | None = None) -> Timeline:
+def replay(
+    module: Module,
+    machine: Machine,
+    mesh: Mapping[str, int],
+    scores: Scores | None = None,
+    loads: Loads | None = None,
+) -> Timeline:
     """Returns the timeline of one execution of `module`.
 
     Args:
@@ -36,8 +43,9 @@ def replay(module: Module, machine: Machine, mesh: Mapping[str, int], scores: Sc
         machine: the machine that it runs on.
         mesh: sizes of the mesh axes, outer to inner; their product is the number of devices.
         scores: computed scores of attention, where its kernels skip unseen tiles.
+        loads: loads of experts, if the module has some.
     """
-    replayer = _Replayer(module, machine, mesh, scores)
+    replayer = _Replayer(module, machine, mesh, CostModel(module, machine, scores, loads))
     tally = replayer.run(module.entry, _Clock(), in_loop=False)
     uses = tuple(
         CollectiveUse(
@@ -169,11 +177,11 @@ class _Op:
 class _Replayer:
     """One replay, with its knowledge of instructions and of the loop bodies already run."""
 
-    def __init__(self, module: Module, machine: Machine, mesh: Mapping[str, int], scores: Scores | None):
+    def __init__(self, module: Module, machine: Machine, mesh: Mapping[str, int], costs: CostModel):
         self.module = module
         self.machine = machine
         self.mesh = mesh
-        self.costs = CostModel(module, machine, scores)
+        self.costs = costs
         self.collectives: dict[Key, Collective] = {}
         self.is_sync: dict[Key, bool] = {}
         self.in_loop: set[Key] = set()
@@ -227,8 +235,11 @@ class _Replayer:
         iterations: list[tuple[int, float, tuple[Event | Loop, ...]]] = []
         if instruction.opcode == "while":
             body = self.module.computations[instruction.called("body")[0]]
-            left = 1 if instruction.trip_count is None else instruction.trip_count
-            self._program(self.module.computations[instruction.called("condition")[0]])  # never run, but has latencies
+            left = self._trips(instruction)
+            left = 1 if left is None else left
+            # A condition, and a body that never runs, have latencies too.
+            for name in instruction.called("condition", "body"):
+                self._program(self.module.computations[name])
             in_loop = in_loop or left > 1
             while left:
                 # No transfer crosses the ends of a loop body, so once transfers from outside are over, all iterations are
@@ -251,6 +262,13 @@ class _Replayer:
             iterations.append((1, inner.seconds, tuple(inner.events)))
         self.latencies[instruction.scheduling_name] = clock.now - begin - start
         return Loop(instruction.name, instruction.op_name, start, tuple(iterations))
+
+    def _trips(self, loop: Instruction) -> int | None:
+        """Returns the iterations of a `while`; None: they are unknown. Only the devices know how many rounds tokens take to
+        their experts, but their loads say it."""
+        if loop.trip_count is None and FURTHER_ROUNDS in loop.op_name and self.costs.loads is not None:
+            return self.costs.loads.further_rounds
+        return loop.trip_count
 
     def _closed_body(self, body: Computation, clock: _Clock, in_loop: bool) -> _Tally:
         """Runs an iteration that starts with idle lanes, replayed once for all loops and steps that contain it."""
@@ -279,7 +297,7 @@ class _Replayer:
     def _ops(self, instruction: Instruction, computation: Computation) -> list[_Op]:
         key = (computation.name, instruction.name)
         if instruction.opcode in _CONTROL_FLOW:
-            if instruction.opcode == "while" and instruction.trip_count is None:
+            if instruction.opcode == "while" and self._trips(instruction) is None:
                 self.costs.not_understood["while of unknown length"] += 1
             return [_Op("enter", instruction, key)]
         if instruction.opcode.endswith("-done"):

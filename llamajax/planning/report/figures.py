@@ -7,9 +7,10 @@ Bytes, FLOPs and seconds are per step and device unless noted otherwise; shares 
   so, `memory_estimate` (bytes by kind, `peak_bytes`, `host`, `fits`; by formulas) replaces the compiler's figures, and of
   the other keys only those from formulas are present.
 - The run: `run`, `gpu`, `nodes`, `gpus_per_node`, `num_devices`, `mesh` (axis: size), `num_params`, `tokens_per_step` (of
-  all devices), `model_flops` (of all devices, causal, without recomputation), `zero_minimum_bytes` (weights and moments,
-  evenly over all devices that can share them), `least_wire_bytes` (see `estimates.communication`), `checkpoint_bytes` (one
-  checkpoint of all devices: weights and moments).
+  all devices), `num_active_params` (those that process one token), `model_flops` (of all devices, causal, by active
+  parameters, without recomputation), `experts` (see `expert_figures`; null without experts), `zero_minimum_bytes` (weights
+  and moments, evenly over all devices that can share them), `least_wire_bytes` (see `estimates.communication`),
+  `checkpoint_bytes` (one checkpoint of all devices: weights and moments).
 - `forms`: the chosen form for each setting of `parallel`, and why; likewise the kernel for `attention`, and for `matmuls`
   those in float8, if any. `warning`: attention's kernel is not fused, or null. `remarks`: assumptions about such GPUs, one
   line each.
@@ -83,6 +84,7 @@ from llamajax.estimates.formulas import (
     mean_keys,
     mesh_sizes,
     minimum_state_bytes,
+    num_active_params,
     num_params,
     state_bytes,
 )
@@ -99,6 +101,7 @@ from llamajax.planning.cost.timeline import CollectiveUse, tick_loops
 from llamajax.planning.domains import speeds_of_domains
 from llamajax.planning.memory import estimate
 from llamajax.planning.plan import Alternative, Plan, Schedule
+from llamajax.planning.report.experts import expert_figures
 from llamajax.planning.report.host_memory import host_figures
 from llamajax.planning.schedule_choice import FASTEST
 from llamajax.planning.search import Sweep
@@ -126,8 +129,10 @@ def analytic_figures(config: Config) -> dict[str, Any]:
         "num_devices": hardware.num_devices,
         "mesh": mesh_sizes(config),
         "num_params": num_params(model),
+        "num_active_params": num_active_params(model),
         "tokens_per_step": tokens,
         "model_flops": training_flops_per_token(config, config.data.seq_len, keys=_keys(config)) * tokens,
+        "experts": expert_figures(config),
         "remarks": remarks(config),
         "capacity_bytes": planned_gpu(hardware).memory_bytes,
         "zero_minimum_bytes": minimum_state_bytes(config),

@@ -25,9 +25,10 @@ _LEAST_WIDTH = 0.7
 """Events narrower than this, in pixels of 1200, are merged with their neighbours of the same kind."""
 
 _KINDS = {
-    "matmul": "matrix products", "attention": "fused attention", "memory": "elementwise and reductions", "copy": "copies",
+    "matmul": "matrix products", "experts": "products of experts", "attention": "fused attention",
+    "memory": "elementwise and reductions", "copy": "copies",
     "wait": "waiting for a collective", "all-gather": "all-gather", "reduce-scatter": "reduce-scatter",
-    "all-reduce": "all-reduce", "collective-permute": "permutes", "other": "other collectives",
+    "all-reduce": "all-reduce", "all-to-all": "all-to-all", "collective-permute": "permutes", "other": "other collectives",
 }  # fmt: skip
 """Kinds of events with a colour of their own, with their text in the legend."""
 

@@ -11,7 +11,7 @@ from llamajax.config.run import UNKNOWN_TOKENS, Config
 from llamajax.estimates.gpu_memory_budget import VARIABLE
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.planning.plan import Plan, Schedule
-from llamajax.planning.report import host_memory
+from llamajax.planning.report import experts, host_memory
 from llamajax.planning.scopes import MEMORY_KINDS
 from llamajax.step import compile as compiler
 from llamajax.units import format_bytes, format_count, format_duration
@@ -109,9 +109,14 @@ def _print_run(config: Config, told: Figures) -> None:
     is_joined = told["nodes"] > 1 and gpu.node_bandwidth and not config.hardware.domains
     network = f", {gpu.node_bandwidth / 1e9:g} GB/s between nodes" if is_joined and gpu.node_bandwidth else ""
     nodes = f"{told['nodes']} node{'s' if told['nodes'] > 1 else ''}"
-    log(f"run        {told['run']}: {format_count(told['num_params'])} parameters ({told['num_params']:,})")
+    active = f", {format_count(told['num_active_params'])} of them active" if told["experts"] else ""
+    log(f"run        {told['run']}: {format_count(told['num_params'])} parameters ({told['num_params']:,}){active}")
     log(f"devices    {told['num_devices']} x {gpu.name} in {nodes}{network}; mesh {mesh}")
     log(f"batch      {config.batch_arithmetic(told['num_devices'])}")
+    if told["experts"]:
+        of = config.model.experts
+        for name, line in zip(("experts", "tokens"), experts.lines(told["experts"], of.num_experts, of.top_k), strict=True):
+            log(f"{name:10} {line}")
     for setting, form in told["forms"].items():
         log(f"{setting:10} {form}")
     if told["warning"] is not None:

@@ -1,0 +1,108 @@
+"""Experts by arithmetic: the blocks in which tokens travel to them, as `llamajax.parallel.dispatch` lays them out, the rows
+that a device multiplies, and the bytes that devices send each other.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llamajax.config.parallel import num_parts, splits_residual
+from llamajax.config.run import Config
+
+_SLOT_MULTIPLE = 8
+"""Slots of a block are a multiple of this number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """What a device sends its peers in one all-to-all of a layer, and what it multiplies then."""
+
+    peers: int
+    """Devices that hold different experts."""
+    experts: int
+    """Experts of a device."""
+    choices: int
+    """Choices of the device's own tokens; with all experts equally loaded, also the rows that come to the device."""
+    slots: int
+    """Tokens that a block has room for; each peer gets one block."""
+    width: int
+    """Numbers of a token that travel."""
+    terms: int
+    """Numbers that represent a float32."""
+
+    @staticmethod
+    def of(config: Config, mesh: Mapping[str, int]) -> "Dispatch":
+        """Returns the blocks of a run with experts on a mesh with axes of these sizes."""
+        model, own, peers = config.model, config.model.experts, num_parts("experts", mesh)
+        seq = "residual_seq" if splits_residual(config.data.seq_len, mesh) else "seq"
+        tokens = config.rows_per_device(mesh) * config.data.seq_len // num_parts(seq, mesh)
+        if seq == "seq":  # devices that share matmuls have the same tokens, of which each sends a part
+            tokens = -(-tokens // mesh["tensor"])
+        experts, width = own.num_experts // peers, own.latent_dim or model.embed_dim
+        slots = block_slots(tokens, own.top_k, peers, experts, config.parallel.expert_slots)
+        terms = 1 if model.compute_dtype == "float32" else 3
+        return Dispatch(
+            peers=peers, experts=experts, choices=tokens * own.top_k, slots=slots, width=width, terms=terms
+        )  # fmt: skip
+
+    @property
+    def block_rows(self) -> int:
+        """Returns the rows of a block: its slots, and those of its tail with weights and counts."""
+        return self.slots + tail_rows(self.slots, self.experts, self.width, self.terms)
+
+    @property
+    def rows(self) -> int:
+        """Returns the rows of all blocks."""
+        return self.peers * self.block_rows
+
+    @property
+    def places(self) -> int:
+        """Returns the most rows that a device multiplies in one round."""
+        return self.peers * self.slots
+
+    @property
+    def sent_numbers(self) -> int:
+        """Returns the numbers that a device sends to others in one all-to-all."""
+        return (self.peers - 1) * self.block_rows * self.width
+
+    def loads(self, imbalance: float) -> list[float]:
+        """Returns the rows of each round on a device with `imbalance` times the mean number of rows."""
+        rows = imbalance * self.choices
+        rounds = max(1, math.ceil(rows / self.places - 1e-9))
+        return [min(self.places, rows - number * self.places) for number in range(rounds)]
+
+
+def block_slots(tokens: int, top_k: int, peers: int, experts: int, slots: float) -> int:
+    """Returns the slots of a block.
+
+    Args:
+        tokens: tokens of a device.
+        top_k: experts that each chooses.
+        peers: devices that hold different experts.
+        experts: experts of a device.
+        slots: `parallel.expert_slots`.
+    """
+    most = tokens * min(top_k, experts)
+    wanted = math.ceil(slots * tokens * top_k / peers) if slots else most
+    return min(most, -(-wanted // _SLOT_MULTIPLE) * _SLOT_MULTIPLE)
+
+
+def tail_rows(slots: int, experts: int, width: int, terms: int) -> int:
+    """Returns the rows of a block that hold the weight of each slot and the number of tokens for each expert.
+
+    Args:
+        slots: slots of the block.
+        experts: experts of a device.
+        width: numbers in a row.
+        terms: numbers that represent a float32.
+    """
+    return math.ceil(terms * (slots + experts) / width)
+
+
+def num_exchanges(config: Config) -> int:
+    """Returns the all-to-alls of a layer, forward and backward: tokens to the experts and back, and their gradients; the
+    tokens again, unless they are kept, for the gradients of experts; and the results again where a matrix multiplies them,
+    for its gradient."""
+    if config.model.remat == "none":
+        return 4
+    return 6 if config.model.experts.latent_dim else 5

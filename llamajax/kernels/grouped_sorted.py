@@ -1,0 +1,69 @@
+"""The products of `llamajax.kernels.grouped` by kernels that need the rows of an expert one after the other. Rows are copied
+into that order, and results back.
+
+XLA's own product (`jax.lax.ragged_dot_general`) is right everywhere, but on a GPU it multiplies all tokens by all experts.
+tokamax's is written for Hopper.
+
+All functions run on one device, within `shard_map`.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from llamajax.kernels.grouped_pallas import Named
+from llamajax.parallel.dispatch import Groups
+from llamajax.parallel.float8 import Factor, Float8, moved
+
+Kernel = Literal["plain", "tokamax"]
+_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+_OVER_INPUTS, _OVER_OUTPUTS = (
+    jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (dim,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    for dim in (1, 2)
+)
+
+
+def times(
+    kernel: Kernel,
+    x: Float[Array, "R K"] | Float8,
+    w: Float[Array, "E _ _"] | Float8,
+    groups: Groups,
+    named: Named,
+    *,
+    transposed: bool = False,
+) -> Float[Array, "S N"]:
+    """Returns the products of rows with their expert's matrix; see `grouped_pallas.times`. Rows of no expert are zeros."""
+    own = _in_order(x, groups) if named == "x" else x
+    y = _product(kernel, own, w, groups, _OVER_OUTPUTS if transposed else _OVER_INPUTS)
+    return jnp.where(groups.is_row[:, None], y[groups.place], 0) if named == "out" else y
+
+
+def weight_gradients(
+    kernel: Kernel, x: Float[Array, "R K"] | Float8, dy: Float[Array, "S N"] | Float8, groups: Groups, named: Named
+) -> Float[Array, "E K N"]:
+    """Returns x^T dy of each expert's rows; see `grouped_pallas.weight_gradients`."""
+    x, dy = (_in_order(x, groups), dy) if named == "x" else (x, _in_order(dy, groups))
+    return _product(kernel, x, dy, groups, _OVER_ROWS)
+
+
+def _in_order(x: Factor, groups: Groups) -> Factor:
+    return moved(lambda rows: rows[groups.order], x)
+
+
+def _product(kernel: Kernel, x: Factor, y: Factor, groups: Groups, dims: jax.lax.RaggedDotDimensionNumbers) -> jax.Array:
+    if isinstance(x, Float8) and isinstance(y, Float8):
+        # `dtype` holds every number of the formats.
+        exact = _product(kernel, x.values.astype(x.dtype), y.values.astype(x.dtype), groups, dims)
+        return exact * (x.scale.reshape(()) * y.scale.reshape(())).astype(x.dtype)
+    if kernel == "tokamax":
+        from tokamax import ragged_dot_general  # pyright: ignore[reportMissingImports]  # an extra
+
+        own: Any = ragged_dot_general(x, y, groups.sizes, dims, preferred_element_type=x.dtype, implementation="mosaic")
+        return own
+    return jax.lax.ragged_dot_general(x, y, groups.sizes, dims, preferred_element_type=x.dtype)
