@@ -15,8 +15,8 @@ from llamajax.config.cleaning import (
 from llamajax.config.conversations import FieldNames, RoleNames
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
 from llamajax.config.domains import DomainConfig
-from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.experts import ExpertsConfig
+from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.objective import ObjectiveConfig, RolloutConfig
 from llamajax.config.offload import OffloadConfig, TiersConfig

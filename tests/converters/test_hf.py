@@ -315,6 +315,40 @@ def test_logits_of_transformers_own_models(variant, tmp_path, capsys):
         assert written.tolist() == text.tolist()
 
 
+@pytest.mark.slow
+def test_a_deepseek_computes_what_its_layers_say(tmp_path, capsys):
+    """transformers has no class of it. A Qwen2-MoE is one whose shared expert's gate, of zeros, halves what is doubled."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = tiny(**VARIANTS["deepseek"])
+    weights = write_model(tmp_path / "hf", config)
+    body = json.loads((tmp_path / "hf/config.json").read_text())
+    like = {"model_type": "qwen2_moe", "qkv_bias": False, "num_experts": 4, "mlp_only_layers": [0]}
+    like |= {"shared_expert_intermediate_size": 32, "architectures": ["Qwen2MoeForCausalLM"]}
+    weights = {name.replace("shared_experts", "shared_expert"): 0.2 * values for name, values in weights.items()}
+    safetensors.numpy.save_file(
+        {name.replace("shared_expert", "shared_experts"): values for name, values in weights.items()},
+        tmp_path / "hf/model.safetensors",
+    )
+    for layer in range(1, config.num_layers):
+        mlp = f"model.layers.{layer}.mlp"
+        weights[f"{mlp}.shared_expert.down_proj.weight"] = 2 * weights[f"{mlp}.shared_expert.down_proj.weight"]
+        weights[f"{mlp}.shared_expert_gate.weight"] = np.zeros((1, config.embed_dim), np.float32)
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like/config.json").write_text(json.dumps(body | like))
+    safetensors.numpy.save_file(weights, tmp_path / "like/model.safetensors", {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "like").eval()
+    tokens = np.random.default_rng(0).integers(4, config.vocab_size, (2, 12), dtype=np.int32)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    with jax.set_mesh(single_device_mesh()):
+        model = load_model(open_pretrained(tmp_path / "hf"), dataclasses.replace(config, compute_dtype="float32"))
+        logits = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, tokens))
+    assert np.std(expected) > 0.2
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    assert convert("import", tmp_path / "hf", tmp_path / "run") == 0
+    assert "skipped: transformers has no class of its own for Deepseek" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("variant", [WITH_SCORES[0], *(pytest.param(name, marks=SLOW) for name in WITH_SCORES[1:])])
 def test_scores_of_transformers_own_models(variant, tmp_path, capsys):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
