@@ -56,7 +56,8 @@ def test_what_transformers_reads_out_of_left_out_settings(variant):
     [
         ("qwen3-moe", {"num_experts": None, "num_local_experts": 8}, {"num_experts": 8}),
         ("qwen3-moe", {"mlp_only_layers": [0]}, {"first_dense_layers": 1, "layer_step": 1}),
-        ("qwen3-moe", {"mlp_only_layers": None, "decoder_sparse_step": 3, "num_hidden_layers": 6}, {"first_dense_layers": 0, "layer_step": 3}),
+        ("qwen3-moe", {"mlp_only_layers": None, "decoder_sparse_step": 3, "num_hidden_layers": 6},
+         {"first_dense_layers": 0, "layer_step": 3}),
         ("qwen2-moe", {"num_hidden_layers": 5, "decoder_sparse_step": 1, "mlp_only_layers": [0, 1, 3], "layer_types": None},
          {"first_dense_layers": 1, "layer_step": 2}),
         ("qwen2-moe", {"num_hidden_layers": 6, "mlp_only_layers": [1, 9], "decoder_sparse_step": 2, "layer_types": None},

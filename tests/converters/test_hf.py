@@ -324,14 +324,15 @@ def test_a_deepseek_computes_what_its_layers_say(tmp_path, capsys):
     body = json.loads((tmp_path / "hf/config.json").read_text())
     like = {"model_type": "qwen2_moe", "qkv_bias": False, "num_experts": 4, "mlp_only_layers": [0]}
     like |= {"shared_expert_intermediate_size": 32, "architectures": ["Qwen2MoeForCausalLM"]}
-    weights = {name.replace("shared_experts", "shared_expert"): 0.2 * values for name, values in weights.items()}
+    small = np.float32(0.2)
+    weights = {name.replace("shared_experts", "shared_expert"): small * values for name, values in weights.items()}
     safetensors.numpy.save_file(
         {name.replace("shared_expert", "shared_experts"): values for name, values in weights.items()},
         tmp_path / "hf/model.safetensors",
     )
     for layer in range(1, config.num_layers):
         mlp = f"model.layers.{layer}.mlp"
-        weights[f"{mlp}.shared_expert.down_proj.weight"] = 2 * weights[f"{mlp}.shared_expert.down_proj.weight"]
+        weights[f"{mlp}.shared_expert.down_proj.weight"] *= 2
         weights[f"{mlp}.shared_expert_gate.weight"] = np.zeros((1, config.embed_dim), np.float32)
     (tmp_path / "like").mkdir()
     (tmp_path / "like/config.json").write_text(json.dumps(body | like))

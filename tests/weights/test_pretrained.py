@@ -201,7 +201,7 @@ def test_a_run_trains_experts_in_its_own_way(tmp_path):
     assert "; model.experts.balance_loss 0.01 instead of 0.0" in told
     assert "mlp_dim" not in told
     wrong = dataclasses.replace(found.config, experts=dataclasses.replace(own, top_k=2))
-    with pytest.raises(ConfigError, match="model.experts.top_k: 2 differs from .*; it must be 1"):
+    with pytest.raises(ConfigError, match=r"model\.experts\.top_k: 2 differs from .*; it must be 1"):
         found.check(wrong)
 
 
