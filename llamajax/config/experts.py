@@ -107,6 +107,10 @@ class ExpertsConfig(Section):
         first = self.first_dense_layers
         return tuple(n for n in range(num_layers) if not self.enabled or n < first or (n - first + 1) % self.layer_step)
 
+    def num_expert_layers(self, num_layers: int) -> int:
+        """Returns the number of layers with experts in a model of so many layers."""
+        return num_layers - len(self.dense_layers(num_layers))
+
     @property
     def enabled(self) -> bool:
         """Whether the model has experts."""

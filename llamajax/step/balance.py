@@ -20,9 +20,10 @@ def with_statistics(model: Llama) -> Llama:
     config = model.config
     if not config.experts.enabled:
         return model
-    by_stage = num_stages() > 1 and config.num_layers % num_stages() == 0
+    L = config.experts.num_expert_layers(config.num_layers)
+    by_stage = num_stages() > 1 and L % num_stages() == 0
     lies = spec("layers" if by_stage else None, None, None)
-    zeros = jnp.zeros((config.num_layers, len(STATISTICS), config.experts.num_experts), out_sharding=lies)
+    zeros = jnp.zeros((L, len(STATISTICS), config.experts.num_experts), out_sharding=lies)
     changed = jax.tree.map(lambda weight: weight, model)
     changed.layers.mlp.statistics = nnx.Param(zeros, compute=None, arrange=None, late=True, frozen=False)
     return changed

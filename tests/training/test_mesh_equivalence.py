@@ -52,7 +52,8 @@ def run_steps(config: Config, mesh: jax.sharding.Mesh) -> list[dict[str, np.ndar
     @jax.jit
     def step_with_grads(state, batch):
         losses, grads = loss_and_grads(resolved(config), state.model, batch)
-        state, metrics = apply_gradients(config, state, grads, losses["tokens"])
+        statistics = losses.pop("expert_statistics", None)
+        state, metrics = apply_gradients(config, state, grads, losses["tokens"], statistics=statistics)
         return state, losses | metrics, grads
 
     first_state(config)
