@@ -91,6 +91,7 @@ def test_every_way_to_write_experts(variant, changes, expected):
         ("qwen3-moe", {"mlp_only_layers": [0, 1, 2]}, r"layers \[\] of 3 have experts, which is not supported"),
         ("qwen3-moe", {"mlp_only_layers": "0"}, "mlp_only_layers: must list numbers of layers, not 0"),
         ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: must be a positive whole"),
+        ("mixtral", {"num_hidden_layers": 2**30}, "num_hidden_layers: 1073741824 is more than 10000; download the file"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported; it must be null"),
         ("olmoe", {"head_dim": 16}, "head_dim: 16 x num_attention_heads=4 must be hidden_size=32 in a Olmoe"),
         ("olmoe", {"architectures": ["OlmoeForSequenceClassification"]}, r'must be \["OlmoeForCausalLM"\]'),
