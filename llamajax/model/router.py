@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.parallel import SequenceForm
 from llamajax.parallel.dispatch import hits
-from llamajax.parallel.sequence import token_order
+from llamajax.parallel.sequence import reordered
 
 
 class Choices(NamedTuple):
@@ -62,9 +61,8 @@ def kept_choices(chosen: Int32[Array, "b T k"], config: ExpertsConfig, form: Seq
     """
     _, T, k = chosen.shape
     most = math.ceil(config.capacity_factor * T * k / config.num_experts)
-    order = token_order(T, form)
-    in_order = chosen[:, order]
+    in_order = reordered(chosen, form)
     own = hits(in_order, config.num_experts)
     before = jnp.cumsum(own, axis=1) - own
     rank = jnp.take_along_axis(before, in_order, axis=2)
-    return jnp.where(rank < most, in_order, config.num_experts)[:, np.argsort(order)]
+    return reordered(jnp.where(rank < most, in_order, config.num_experts), form, back=True)

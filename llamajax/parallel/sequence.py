@@ -49,11 +49,13 @@ def _order(form: SequenceForm) -> np.ndarray | None:
     return np.stack([np.arange(num_devices), 2 * num_devices - 1 - np.arange(num_devices)], axis=1).reshape(-1)
 
 
-def token_order(length: int, form: SequenceForm) -> np.ndarray:
-    """Returns, for each place of a row in its own order, the token's place in the order of `form`."""
+def reordered(x: Shaped[Array, "b T *d"], form: SequenceForm, *, back: bool = False) -> Shaped[Array, "b T *d"]:
+    """On one device, within `shard_map`: returns whole rows that lie in the order of `form` in their own order, or `back`
+    again. Slices, unlike indices, are no constants that a checkpointed layer would save."""
     if (order := _order(form)) is None:
-        return np.arange(length)
-    return np.argsort(np.arange(length).reshape(len(order), -1)[order].reshape(-1))
+        return x
+    chunks = jnp.split(x, len(order), axis=1)
+    return jnp.concatenate([chunks[place] for place in (order if back else np.argsort(order))], axis=1)
 
 
 def zigzag_indices(device: int | Int32[Array, ""], length: int) -> Int32[Array, "length"]:
