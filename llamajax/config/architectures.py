@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import Head, ModelConfig
 from llamajax.errors import ConfigError
 
@@ -39,8 +38,9 @@ class ExpertFamily:
         own = config.experts
         plain = own.gated and own.latent_dim is None and own.weight_scale == 1 and own.top_groups == own.num_groups
         plain = plain and own.scores == "softmax" and own.bias_update_rate is None and not config.mlp_bias
-        # DeepSeek's router divides by no sum where each token has one expert.
-        normalize = own.normalize if self.normalize == "always" else self.shared != "several" or not _is_one(own)
+        # DeepSeek's router does not divide by the sum where a token has one expert.
+        one = self.shared == "several" and own.top_k == 1
+        normalize = own.normalize if self.normalize == "always" else not (one and own.normalize)
         shared = {
             "none": own.shared_mlp_dim == 0,
             "gated": own.shared_mlp_dim > 0 and own.shared_gate,
@@ -52,10 +52,6 @@ class ExpertFamily:
             "counted": (own.first_dense_layers - 1) % own.layer_step == 0,
         }[self.dense_layers]
         return plain and normalize and shared and dense
-
-
-def _is_one(own: ExpertsConfig) -> bool:
-    return own.normalize and own.top_k == 1
 
 
 @dataclass(frozen=True)
@@ -228,10 +224,8 @@ def _fits(architecture: Architecture, config: ModelConfig) -> bool:
         config.qk_norm_across_heads,
     )
     same_mlp = "mlp_bias" in architecture.biases or not config.mlp_bias
-    if architecture.experts is None or not config.experts.enabled:
-        same_mlp = same_mlp and architecture.experts is None and not config.experts.enabled
-    else:
-        same_mlp = same_mlp and architecture.experts.fits(config)
+    family, has_experts = architecture.experts, config.experts.enabled
+    same_experts = not has_experts if family is None else has_experts and family.fits(config)
     same_windows = {
         "none": config.sliding_window is None,
         "everywhere": not config.layer_types,
@@ -239,4 +233,5 @@ def _fits(architecture: Architecture, config: ModelConfig) -> bool:
     }.get(architecture.windows, True)
     same_heads = architecture.own_head_dim or config.num_heads * config.head_dim == config.embed_dim
     has_class = config.head in architecture.heads
-    return same_layers and same_mlp and same_windows and same_heads and has_class and (is_llama or architecture is not LLAMA)
+    same = same_layers and same_mlp and same_experts and same_windows and same_heads and has_class
+    return same and (is_llama or architecture is not LLAMA)

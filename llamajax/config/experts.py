@@ -110,7 +110,7 @@ class ExpertsConfig(Section):
 
     def num_expert_layers(self, num_layers: int) -> int:
         """Returns the number of layers with experts in a model of so many layers."""
-        return num_layers - len(self.dense_layers(num_layers))
+        return (num_layers - self.first_dense_layers) // self.layer_step if self.enabled else 0
 
     @property
     def enabled(self) -> bool:

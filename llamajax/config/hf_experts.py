@@ -11,6 +11,9 @@ from llamajax.errors import ConfigError, show
 
 _NORMALIZE, _SHARED_DIM, _NUM_SHARED = "norm_topk_prob", "shared_expert_intermediate_size", "n_shared_experts"
 
+_MAX_LAYERS = 10_000
+"""Layers are listed one by one, which a damaged file must not make endless."""
+
 
 def read_experts(
     body: Mapping[str, Any], family: ExpertFamily, number: Callable[..., Any], flag: Callable[[str], bool], path: Path
@@ -33,6 +36,8 @@ def read_experts(
         raise ConfigError(f"{path}: {told} contradict each other; keep the right one")
     num_experts = number(family.num_experts[0], next(iter(known.values()), family.default_num))
     width, num_layers = number(family.mlp_dim), number("num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise ConfigError(f"{path}: num_hidden_layers: {num_layers} is more than {_MAX_LAYERS}; download the file again")
     normalize = family.normalize == "always" or flag(_NORMALIZE)
     top_k = number("num_experts_per_tok")
     shared = 0

@@ -28,7 +28,7 @@ STACKS = ("layers", "dense_layers")
 
 def stacks(model: ModelConfig) -> dict[str, ModelConfig]:
     """Returns for each stack of layers, by its name, the model with only such layers."""
-    dense = len(model.experts.dense_layers(model.num_layers))
+    dense = model.num_layers - model.experts.num_expert_layers(model.num_layers)
     if not model.experts.enabled or not dense:
         return {"layers": model}
     alike = dataclasses.replace(model.experts, first_dense_layers=0, layer_step=1)

@@ -70,8 +70,10 @@ class Pretrained:
         """The location and the shape of the model in one line, to be followed by `changed_by`."""
         model = self.config
         heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} of keys and values"
+        own = model.experts
+        width = f"{own.num_experts} experts of {own.mlp_dim or model.mlp_dim}" if own.enabled else f"{model.mlp_dim}"
         return (
-            f"{self.shown} describes the model: {model.num_layers} layers of {model.embed_dim} x {model.mlp_dim}, {heads},"
+            f"{self.shown} describes the model: {model.num_layers} layers of {model.embed_dim} x {width}, {heads},"
             f" max_seq_len {model.max_seq_len}, vocab_size {model.vocab_size}"
         )
 

@@ -15,6 +15,7 @@ from llamajax.config.cleaning import (
 from llamajax.config.conversations import FieldNames, RoleNames
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig, TokenizerConfig
 from llamajax.config.domains import DomainConfig
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.machine import HardwareConfig, XlaConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.objective import ObjectiveConfig, RolloutConfig
@@ -29,7 +30,7 @@ LLAMA_2_7B = ModelConfig(
 )
 SECTIONS: dict[type, dict[str, Any]] = {
     RopeScalingConfig: {},
-    ModelConfig: dataclasses.asdict(LLAMA_2_7B) | {"rope_scaling": RopeScalingConfig()},
+    ModelConfig: dataclasses.asdict(LLAMA_2_7B) | {"rope_scaling": RopeScalingConfig(), "experts": ExpertsConfig()},
     MeshConfig: {},
     ParallelConfig: {},
     AdaptersConfig: {},
@@ -84,6 +85,7 @@ BROKEN = [
     (RopeScalingConfig, {"kind": "yarn", "beta_fast": 1.0, "attention_factor": 0.0}, ["attention_factor", "beta_slow"]),
     (RopeScalingConfig, {"attention_factor": 1.1}, ["attention_factor"]),
     (ModelConfig, {"rope_scaling": RopeScalingConfig(kind="yarn", factor=2.0), "rope_theta": 1.0}, ["rope_theta"]),
+    (ModelConfig, {"qk_norm": True, "qk_norm_across_heads": True}, ["qk_norm_across_heads"]),
     (ModelConfig, {"rope_scaling": RopeScalingConfig(kind="dynamic"), "max_seq_len": 8193}, ["max_seq_len"]),
     (ModelConfig, {"vocab_size": 0, "embed_dim": 0, "mlp_dim": 0}, ["vocab_size", "embed_dim", "mlp_dim"]),
     (ModelConfig, {"num_layers": -1, "max_seq_len": 0}, ["num_layers", "max_seq_len"]),

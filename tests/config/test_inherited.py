@@ -15,6 +15,7 @@ from converters.hf_import import open_import
 from llamajax import disk
 from llamajax.config import left_out
 from llamajax.config.command import parse_run
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.file import load_config
 from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError, DiskError
@@ -64,6 +65,17 @@ def test_what_is_set_stays(sources, tmp_path):
     rope = {name: getattr(found, name) for name in ("max_seq_len", "remat", "rope_theta")}
     assert rope == {"max_seq_len": 64, "remat": "none", "rope_theta": 1.0}
     assert (found.rope_scaling.kind, found.rope_scaling.factor) == ("linear", 2.0)
+
+
+def test_experts_may_be_trained_in_another_way(tmp_path):
+    """Settings of a section that the weights fill in, too: those of the run do not hide those of the model."""
+    own = ExpertsConfig(num_experts=4, top_k=1)
+    write_model(tmp_path / "hf", tiny(experts=own))
+    mine = {"experts": {"balance_loss": 0.01, "kernel": "plain"}}
+    assert read(tmp_path, tmp_path / "hf", mine).experts == dataclasses.replace(own, balance_loss=0.01, kernel="plain")
+    whole = dataclasses.asdict(tiny(experts=own)) | mine
+    del whole["preset"]
+    assert read(tmp_path, tmp_path / "hf", whole).experts == dataclasses.replace(own, balance_loss=0.01, kernel="plain")
 
 
 def test_what_a_base_sets_stays_too(sources, tmp_path):
@@ -177,8 +189,8 @@ def test_a_section_whose_lines_are_commented_out_is_left_out(sources, tmp_path):
 def test_a_config_json_that_is_not_read_is_told_where_it_is_named(sources, tmp_path):
     shutil.copytree(sources["hf"], tmp_path / "hf")
     path = tmp_path / "hf/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mixtral"}))
-    with pytest.raises(ConfigError, match=r":1: init_from: .*config.json: model_type: mixtral is not one of") as error:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gemma"}))
+    with pytest.raises(ConfigError, match=r":1: init_from: .*config.json: model_type: gemma is not one of") as error:
         read(tmp_path, tmp_path / "hf", {})
     assert "vocab_size" not in str(error.value)
 

@@ -50,10 +50,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-biases": {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "qkv_bias": True, "output_bias": True},
     "mixtral": {"num_kv_heads": 2, "sliding_window": 8, "rope_theta": 1e6, "experts": ExpertsConfig(num_experts=4)},
     "qwen2-moe": {
-        "num_kv_heads": 2, "qkv_bias": True,
+        "num_kv_heads": 2, "qkv_bias": True, "num_layers": 4,
         "experts": ExpertsConfig(
             num_experts=6, top_k=3, mlp_dim=16, shared_mlp_dim=24, shared_gate=True, normalize=False, layer_step=2,
-            first_dense_layers=1,
         ),
     },
     "qwen3-moe": {

@@ -30,7 +30,7 @@ CONFIG_MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"quantization_config": {"quant_method": "compressed-tensors", "transform_config": {"R1": {}}}},
         "transform_config:",
     ),
-    ({"model_type": "mixtral"}, "model_type: mixtral is not one of llama, mistral, qwen2, qwen3"),
+    ({"model_type": "gpt_oss"}, "model_type: gpt_oss is not supported: its attention has learned sinks"),
     ({"model_type": "gpt2"}, "model_type: gpt2 is not one of llama"),
     ({"architectures": ["LlamaForTokenClassification"]}, 'must be ["LlamaForCausalLM"]'),
     ({"architectures": ["LlamaForSequenceClassification"]}, "id2label: has 2 labels; only models with a single score"),

@@ -17,6 +17,7 @@ import safetensors.numpy
 from converters.arguments import hf_arguments
 from converters.convert import main
 from llamajax.checkpoint.write import Checkpointer
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig
 from llamajax.config.peft import base_of
 from llamajax.config.training import CheckpointConfig
@@ -64,6 +65,13 @@ def _mesh():
         pytest.param("lora", ALL, dataclasses.replace(GROUPED, tie_embeddings=True), [], marks=pytest.mark.slow),
         pytest.param(
             "rslora", ("q_proj", "v_proj"), dataclasses.replace(GROUPED, qkv_bias=True, mlp_bias=True, output_bias=True),
+            [], marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "lora", ("q_proj", "o_proj"),
+            dataclasses.replace(
+                GROUPED, qk_norm=True, experts=ExpertsConfig(num_experts=4, mlp_dim=16, first_dense_layers=1)
+            ),
             [], marks=pytest.mark.slow,
         ),
     ],

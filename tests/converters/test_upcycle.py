@@ -28,11 +28,14 @@ def logits(directory) -> tuple[ModelConfig, np.ndarray]:
     ("variant", "options", "class_name"),
     [
         pytest.param("llama3", ["--experts", "4", "--top_k", "2"], "MixtralForCausalLM", marks=pytest.mark.slow),
-        ("qwen3", ["--experts", "8", "--top_k", "4", "--mlp_dim", "24", "--seed", "3"], "Qwen3MoeForCausalLM"),
-        pytest.param("mistral", ["--experts", "3", "--top_k", "1"], "MixtralForCausalLM", marks=pytest.mark.slow),
-        pytest.param("qwen3-score", ["--experts", "4"], "Qwen3MoeForSequenceClassification", marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3", ["--experts", "8", "--top_k", "4", "--mlp_dim", "24", "--seed", "3"], "Qwen3MoeForCausalLM",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("mistral", ["--experts", "3", "--top_k", "1"], "MixtralForCausalLM", marks=pytest.mark.long),
+        pytest.param("qwen3-score", ["--experts", "4"], "Qwen3MoeForSequenceClassification", marks=pytest.mark.long),
     ],
-)
+)  # fmt: skip
 def test_logits_are_those_of_the_dense_model(variant, options, class_name, tmp_path, capsys):
     weights = write_model(tmp_path / "hf", tiny(**VARIANTS[variant]))
     assert convert("upcycle", tmp_path / "hf", tmp_path / "out", *options, "--verify") == 0

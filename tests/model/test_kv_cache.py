@@ -127,7 +127,7 @@ def _cases():
     for variant in WITH_EXPERTS:
         for axes in ("one-device", *MESHES, *MESHES_OF_EXPERTS):
             everyday = (variant, axes) == ("experts", "expert, fsdp, tensor")
-            sampled = axes in ("one-device", "mixed", "fsdp") or axes in MESHES_OF_EXPERTS
+            sampled = (variant, axes) in (("experts", "fsdp"), ("experts", "expert"), ("experts among dense", "mixed"))
             yield pytest.param(variant, axes, marks=() if everyday else pytest.mark.slow if sampled else pytest.mark.long)
 
 

@@ -7,8 +7,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,10 +56,10 @@ def write_tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory)
 
 
-def tiny_model() -> Llama:
-    """The model, on the current mesh."""
-    config = tiny_config()
-    return init_state(config.changed({f"model.{key}": value for key, value in SETTINGS.items()})).model
+def tiny_model(changes: Mapping[str, Any] = MappingProxyType({})) -> Llama:
+    """The model, on the current mesh, with changes of its configuration."""
+    config = tiny_config().changed({f"model.{key}": value for key, value in SETTINGS.items()})
+    return init_state(config.changed(changes)).model
 
 
 def make_engine(model: Llama, vocab_size: int, **changes: Any) -> Engine:

@@ -48,15 +48,17 @@ def tokens_of(events: list[Event]) -> list[int]:
 
 
 @functools.cache
-def engine_on(mesh: str, **changes) -> Engine:
+def engine_on(mesh: str, *, experts: bool = False, **changes) -> Engine:
     jax.set_mesh(make_mesh(MESHES[mesh]) if mesh != "one device" else single_device_mesh())
-    return make_engine(tiny_model(), V, **changes)
+    return make_engine(tiny_model(WITH_EXPERTS if experts else {}), V, **changes)
 
 
+WITH_EXPERTS = {"model.experts.num_experts": 8, "model.experts.top_k": 3, "model.experts.mlp_dim": 16}
 MESHES = {
     "mixed": MeshConfig(fsdp=2, sequence=2, tensor=2),
     "replicas": MeshConfig(data=4, tensor=2),
     "sequence": MeshConfig(fsdp=1, sequence=8),
+    "experts": MeshConfig(fsdp=2, expert=2, tensor=2),
 }
 
 
@@ -77,7 +79,7 @@ def test_every_mesh_writes_what_one_device_writes(mesh):
     """Greedy and drawn tokens, their log probabilities, and scores of prompts."""
     found = {}
     for name in ("one device", mesh):
-        engine, works = engine_on(name), mixed_works()
+        engine, works = engine_on(name, experts=mesh == "experts"), mixed_works()
         jax.set_mesh(engine.mesh)
         for number, (each, _) in enumerate(works):
             engine.submit(each)

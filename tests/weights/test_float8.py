@@ -1,6 +1,7 @@
 """Weights in float8 and float64: what is read is each number times its scale, as transformers reads them where it can."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from llamajax.config.experts import ExpertsConfig
+from llamajax.config.model import ModelConfig
 from llamajax.errors import ConfigError
 from llamajax.weights.float8 import with_scales
 from llamajax.weights.hf_files import open_model
@@ -17,14 +20,21 @@ from tests.converters.models import assert_same_bits, convert, read_weights, tin
 
 CONFIG = tiny(embed_dim=160, mlp_dim=192, num_heads=5, num_kv_heads=5, head_dim=32, num_layers=1)
 """Sizes with smaller blocks than 128 at both ends."""
+WITH_EXPERTS = replace(CONFIG, qk_norm=True, experts=ExpertsConfig(num_experts=4, mlp_dim=144))
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 GROUP = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}}
 Weights = dict[str, np.ndarray]
 
 
-def quantize(directory: Path, quantization: dict[str, Any] | None, kind: str, suffix: str = "weight_scale") -> Weights:
+def quantize(
+    directory: Path,
+    quantization: dict[str, Any] | None,
+    kind: str,
+    suffix: str = "weight_scale",
+    config: ModelConfig = CONFIG,
+) -> Weights:
     """Rewrites the layers' matrices of a model in float8 with scales of a `kind`; the values that they stand for."""
-    weights = write_model(directory, CONFIG)
+    weights = write_model(directory, config)
     stored, rng = dict(weights), np.random.default_rng(1)
     for name, values in weights.items():
         if "_proj" not in name:
@@ -62,9 +72,10 @@ def test_float8_is_read_with_its_scales(quantization, kind, suffix, tmp_path):
     np.testing.assert_array_equal(rows, expected["model.layers.0.mlp.gate_proj.weight"][120:140])
 
 
-def test_float8_goes_out_wide_and_computes_as_transformers_does(tmp_path, capsys):
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(WITH_EXPERTS, marks=pytest.mark.slow)], ids=["dense", "experts"])
+def test_float8_goes_out_wide_and_computes_as_transformers_does(config, tmp_path, capsys):
     pytest.importorskip("torch")
-    expected = quantize(tmp_path / "hf", BLOCKS, "block", "weight_scale_inv")
+    expected = quantize(tmp_path / "hf", BLOCKS, "block", "weight_scale_inv", config)
     assert convert("import", tmp_path / "hf", tmp_path / "run") == 0
     assert (
         "logits of transformers (with float8 weights that llamajax dequantized) differ by at most" in capsys.readouterr().out

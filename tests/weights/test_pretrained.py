@@ -15,6 +15,7 @@ from converters import convert
 from converters.arguments import hf_arguments
 from llamajax.checkpoint import manifest
 from llamajax.config.evaluate import EvaluateConfig
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.generate import GenerateConfig
 from llamajax.config.model import ModelConfig, RopeScalingConfig
 from llamajax.config.parallel import MeshConfig
@@ -186,6 +187,22 @@ def test_a_run_changes_the_model_only_by_name_and_says_so(sources):
         "; model.max_seq_len 65536 instead of 16384; model.rope_theta 500000.0 instead of 10000.0"
     )
     assert not found.changed_by(found.config)
+
+
+def test_a_run_trains_experts_in_its_own_way(tmp_path):
+    own = ExpertsConfig(num_experts=4, top_k=1)
+    write_model(tmp_path / "hf", dataclasses.replace(CONFIG, experts=own))
+    jax.set_mesh(single_device_mesh())
+    found = open_pretrained(tmp_path / "hf")
+    width = found.config.mlp_dim
+    mine = dataclasses.replace(own, mlp_dim=width, balance_loss=0.01, capacity_factor=1.5, kernel="plain")
+    found.check(dataclasses.replace(found.config, experts=mine))
+    told = found.changed_by(dataclasses.replace(found.config, experts=mine))
+    assert "; model.experts.balance_loss 0.01 instead of 0.0" in told
+    assert "mlp_dim" not in told
+    wrong = dataclasses.replace(found.config, experts=dataclasses.replace(own, top_k=2))
+    with pytest.raises(ConfigError, match=r"model\.experts\.top_k: 2 differs from .*; it must be 1"):
+        found.check(wrong)
 
 
 def test_a_directory_with_a_run_and_a_hugging_face_model_is_neither(tmp_path, sources):
