@@ -6,6 +6,7 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 
+import jax.numpy as jnp
 from tiny import tiny_config
 
 from llamajax.config.watch import MetricsConfig
