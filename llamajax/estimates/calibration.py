@@ -25,6 +25,7 @@ class Constants(Section):
     pallas_backward_efficiency: PositiveShare | None = None
     tokamax_efficiency: PositiveShare | None = None
     tokamax_backward_efficiency: PositiveShare | None = None
+    grouped_efficiency: PositiveShare | None = None
     memory_efficiency: PositiveShare | None = None
     host_bandwidth: PositiveFloat | None = None
     node_link_efficiency: PositiveShare | None = None
