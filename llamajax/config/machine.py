@@ -62,7 +62,7 @@ class HardwareConfig(Section):
     `llamajax.estimates.calibration`. Constants that it leaves out, or all if unset, are the built-in ones."""
     expert_imbalance: Imbalance = 1.0
     """Tokens that come to the experts of the busiest GPU, over the mean of all GPUs; all wait for that one. 1: the router
-    loads all experts equally."""
+    loads all experts equally. At worst one GPU gets the tokens of all that share the experts."""
     price_per_gpu_hour: PositiveFloatOrUnset = None
     """Price of one GPU for one hour, in any currency; unset: no prices in the plan."""
     token_budget: PositiveFloatOrUnset = None

@@ -66,8 +66,9 @@ class Dispatch:
         return (self.peers - 1) * self.block_rows * self.width
 
     def loads(self, imbalance: float) -> list[float]:
-        """Returns the rows of each round on a device with `imbalance` times the mean number of rows."""
-        rows = imbalance * self.choices
+        """Returns the rows of each round on a device with `imbalance` times the mean number of rows; at worst it gets those
+        of all peers."""
+        rows = min(imbalance, self.peers) * self.choices
         rounds = max(1, math.ceil(rows / self.places - 1e-9))
         return [min(self.places, rows - number * self.places) for number in range(rounds)]
 

@@ -22,8 +22,8 @@ from llamajax.estimates.pipeline import StageWork
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-STACKS = ("layers", "dense_layers")
-"""Names of the model's stacks of layers; the second has the layers without experts of a model with experts."""
+STACKS = ("dense_layers", "layers")
+"""Names of the model's stacks of layers; the first has the layers without experts of a model with experts."""
 
 
 def stacks(model: ModelConfig) -> dict[str, ModelConfig]:

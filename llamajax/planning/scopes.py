@@ -52,9 +52,13 @@ VALUES = {
     "d_hidden": "gradient of hidden states", "d_head": "gradient of head",
 }  # fmt: skip
 """Values computed inside the parts."""
+EXPERT_VALUES = {"router": "router scores", "multiply": "experts' hidden states"}
+"""Values computed in layers with experts."""
 WEIGHT = "gather_weight"
 """Scope around the conversion of a stored weight to the one that compute uses."""
 SCOPES = (*PLACES, *VALUES, WEIGHT)
+_VALUES = VALUES | EXPERT_VALUES
+_SCOPES = (*SCOPES, *EXPERT_VALUES)
 
 _WEIGHT_PATHS = "model.", "copies."
 """Paths in the state of weights, and of copies of those in host memory."""
@@ -151,7 +155,7 @@ class Namer:
         # Layers outside a loop keep their arrays where they created them.
         is_kept_in_place = not self._stacked and phase == "forward" and (is_activation or place.startswith("layers"))
         primitive = re.sub(r"\W+", " ", buffer.op_name.split("/")[-1]).strip() or buffer.instruction
-        value = "hidden states" if is_residual else VALUES.get(scopes[-1])
+        value = "hidden states" if is_residual else _VALUES.get(scopes[-1])
         what = primitive if value is None else f"gradient of {value}" if phase == "backward" else value
         again = ", recomputed" if phase == "recomputed" else ""
         kind = "logits" if place == "loss" else "activations" if is_kept_in_place else "temporaries"
@@ -184,7 +188,7 @@ def _stacked(module: Module, slots: int) -> Iterator[tuple[tuple[int, ...], str]
             if of_layers or of_slots:
                 scopes = [_scopes(source.op_name) for source in _sources(computation, instruction.operands[1])]
                 made_in = next((own[-1] for own in scopes if own and own != [LAYERS]), LAYERS)
-                value = VALUES.get(made_in, _UNNAMED)
+                value = _VALUES.get(made_in, _UNNAMED)
                 yield dims, f"{value} of {slots} micro-batches" if of_slots else f"{value} of every layer"
 
 
@@ -198,7 +202,7 @@ def _sources(computation: Computation, name: str) -> Iterator[Instruction]:
 
 def _scopes(op_name: str) -> list[str]:
     """Returns the known scopes of an instruction, outer to inner."""
-    return [part for part in re.split(r"[/():]", op_name) if part in SCOPES]
+    return [part for part in re.split(r"[/():]", op_name) if part in _SCOPES]
 
 
 def _phase(op_name: str) -> str:

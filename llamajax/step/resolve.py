@@ -14,12 +14,15 @@ from llamajax.estimates.communication import sequence_numbers
 from llamajax.estimates.device_memory import expected_bytes, saved_host_bytes
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
+    computed_model,
     copy_bytes,
     gathered_layer_bytes,
+    is_layer_matrix,
     layer_matrix_bytes,
     mesh_sizes,
     params_gathered_once,
     prefetched_bytes,
+    weights,
 )
 from llamajax.estimates.gpu_memory_budget import memory_fraction
 from llamajax.estimates.gpus import Gpu, planned_gpu
@@ -358,7 +361,8 @@ def reduction_form(config: Config, axes: Mapping[str, int], budget: float | None
     late = _in_forms(config, grad_reduce="step")
     width = DTYPE_BYTES[config.model.compute_dtype]
     ends = 2 * width * params_gathered_once(late, axes) * (shards - 1) // shards
-    layers = 2 * layer_matrix_bytes(config.model, axes) * config.model.num_layers // shards
+    sizes = weights(computed_model(config.model, axes))
+    layers = 2 * width * sum(size for name, size in sizes.items() if is_layer_matrix(name)) // (shards * axes["tensor"])
     layers = 0 if parallel.zero_data else layers * (replicas - 1) // replicas
     often, once = ends + (0 if parallel.prefetches else layers), ends + layers
     if once > often * micro_batches:

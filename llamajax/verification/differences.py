@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamajax.config.layer_weights import LAYER_WEIGHTS
+from llamajax.config.layer_weights import EXPERT_WEIGHTS, LAYER_WEIGHTS
+from llamajax.estimates.formulas import STACKS
 from llamajax.verification.reference_run import Seen, Side, Step
 
 TOLERANCE = 1e-5
 """Limit of the relative difference of a scalar. For an array: limit for any entry on any device, relative to the array's
 largest entry on one device."""
 SCALARS = ("tokens", "loss", "gradient norm")
-_FORWARD = ("embedding", *(f"layers.{weight.path}" for weight in LAYER_WEIGHTS), "final_norm.scale", "head")
+_LAYERS = [weight.path for weight in (*LAYER_WEIGHTS, *EXPERT_WEIGHTS)]
+_FORWARD = ("embedding", *(f"{stack}.{path}" for stack in STACKS for path in _LAYERS), "final_norm.scale", "head")
 """Parameters in the order in which the forward pass uses them."""
 
 

@@ -24,8 +24,8 @@ from rich.text import Text
 import llamajax
 from llamajax.config.run import Config
 from llamajax.errors import UserError
+from llamajax.estimates.formulas import num_active_params, trained_weights
 from llamajax.estimates.formulas import num_params as params_of
-from llamajax.estimates.formulas import trained_weights
 from llamajax.parallel.arrays import named_arrays
 from llamajax.processes import heartbeat, peers
 from llamajax.units import format_bytes, format_count, format_duration
@@ -184,7 +184,8 @@ def print_header(config: Config, model: Any) -> None:
         log(f"ramp       {ramp}")
     if config.train.num_epochs is not None:
         log(f"length     {config.train.num_epochs:g} epochs; the number of steps follows from the packed rows")
-    log(f"model      {format_count(num_params)} parameters ({num_params:,})")
+    active = f", {format_count(num_active_params(config.model))} of them active" if config.model.experts.enabled else ""
+    log(f"model      {format_count(num_params)} parameters ({num_params:,}){active}")
     if config.adapters.enabled:
         own = sum(trained_weights(config, config.model).values())
         log(f"adapters   {config.adapters.described}: {format_count(own)} parameters to train ({own / num_params:.2%})")

@@ -8,6 +8,7 @@ paper's four models, with experts split over all GPUs.
 """
 
 import dataclasses
+import functools
 
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.model import ModelConfig
@@ -55,6 +56,7 @@ def model(name: str, top_k: int = 8, *, is_bigmac: bool) -> ModelConfig:
     )  # fmt: skip
 
 
+@functools.cache
 def compute_seconds(config: ModelConfig) -> float:
     """Returns the seconds of a step without all-to-alls: products, attention, everything else by its bytes, and the sum of
     the gradients that all GPUs have."""

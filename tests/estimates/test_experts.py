@@ -174,7 +174,7 @@ def test_a_load_beyond_the_slots_takes_further_rounds():
     assert way.loads(1.0) == [512]
     assert way.loads(1.25) == [640]
     assert way.loads(1.5) == [640, 128]
-    assert way.loads(4.0) == [640, 640, 640, 128]
+    assert way.loads(4.0) == way.loads(1000.0) == [640, 640, 640, 128]
 
 
 def test_devices_hold_their_experts():

@@ -77,6 +77,6 @@ def test_an_uneven_load_takes_time_and_rounds():
         timeline = replayed(step, config).timeline
         seconds[imbalance] = timeline.compute_by_kind["experts"]
         sent[imbalance] = sum(use.count for use in timeline.collectives if use.collective.kind == "all-to-all")
-        assert timeline.flops == pytest.approx(schedule(FINE).timeline.flops, rel=0.001)
+        assert timeline.flops == pytest.approx(schedule(FINE).timeline.flops, rel=0.005)  # places of rounds are products
     assert seconds[1.0] < seconds[1.2] < 1.2 * seconds[1.0] < seconds[2.0]
     assert sent[1.0] == sent[1.2] == 4 * LAYERS < sent[2.0]

@@ -2,12 +2,19 @@
 
 import re
 
+import jax
 import pytest
 
+from llamajax.config.parallel import PLAIN
+from llamajax.parallel.mesh import make_mesh
+from llamajax.planning.cost.experts import FURTHER_ROUNDS
 from llamajax.planning.memory import memory_plan
-from llamajax.planning.scopes import SCOPES, Namer, StageArrays
+from llamajax.planning.scopes import EXPERT_VALUES, SCOPES, Namer, StageArrays
 from llamajax.planning.xla.buffers import Buffer
 from llamajax.planning.xla.parse import parse
+from llamajax.step.compile import lower
+from llamajax.step.resolve import resolve_planned
+from llamajax.step.state import abstract_state
 from tests.planning.compiled import CONFIG, compiled_step
 from tests.planning.modules import module
 
@@ -20,6 +27,16 @@ def test_the_step_is_written_in_the_scopes_that_plans_are_told_by(scope):
     """`jax.named_scope` in model and step is how plans know what belongs to what."""
     names = re.findall(r'op_name="([^"]*)"', compiled_step().hlo)
     assert scope in {part for name in names for part in re.split(r"[/():]", name)}
+
+
+@pytest.mark.slow
+def test_layers_with_experts_are_written_in_their_scopes():
+    experts = {"model.experts.num_experts": 8, "mesh.fsdp": 2, "mesh.expert": 2, "parallel": PLAIN}
+    run = resolve_planned(CONFIG.changed(experts))
+    with jax.set_mesh(make_mesh(run.config.mesh)):
+        text = lower(run, abstract_state(run.config)).as_text(debug_info=True)
+    parts = {part for name in re.findall(r'loc\("([^"]*)"', text) for part in re.split(r"[/():]", name)}
+    assert {*EXPERT_VALUES, FURTHER_ROUNDS} <= parts
 
 
 def test_every_tensor_has_a_name():

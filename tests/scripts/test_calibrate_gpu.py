@@ -93,7 +93,7 @@ def test_constants_are_solved_for_from_what_gpus_run(gpu):
 
 def test_what_is_not_measured_is_the_network_and_how_some_products_differ():
     left = {field.name for field in dataclasses.fields(Calibration)} - {*programs("gpu", (8, 0)), "host_bandwidth"}
-    assert left - {"tokamax_efficiency", "tokamax_backward_efficiency"} == {
+    assert left - {"tokamax_efficiency", "tokamax_backward_efficiency", "grouped_efficiency"} == {
         "node_link_efficiency",
         "gpu_link_efficiency",
         "compute_slowdown",

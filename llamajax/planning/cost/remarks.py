@@ -27,6 +27,12 @@ def remarks(config: Config) -> list[str]:
         family = machine.gpu.family
         products = "" if accuracy(hardware) else f"; products' share of the peak (assumed as on {family})"
         found.append(f"unknown for {machine.gpu.name}: {NOT_KNOWN[family]}{products}")
+    if config.model.experts.enabled and machine.measured.grouped_efficiency is None:
+        found.append(
+            f"products with experts' matrices are assumed to reach {machine.calibration.grouped_efficiency:.0%} of the peak;"
+            f" nobody has measured them. The busiest GPU gets {hardware.expert_imbalance:g} times the mean number of tokens"
+            " (hardware.expert_imbalance)"
+        )
     if machine.gpu.link != "NVLink" and hardware.gpus_per_node > 1:
         found.append(
             f"the GPUs of a node are connected by {machine.gpu.link}, {machine.gpu.gpu_bandwidth / 1e9:g} GB/s each way, of"
