@@ -119,15 +119,17 @@ class Experts(nnx.Module):
         def multiply(blocks: jax.Array, staying: Any) -> tuple[jax.Array, Any]:
             return staying[0].multiply(checkpoint_name(blocks, "dispatched")), staying
 
-        def come_back(blocks: jax.Array, staying: Any) -> tuple[jax.Array, Any]:
-            way, x, others, tokens, routed = staying
-            y = way.collect(way.exchange(blocks), tokens)
-            return (y if self.shared is None else y + self._of_shared(x, parallel)), (others, routed)
+        def come_back(blocks: jax.Array, staying: Any) -> tuple[Any, Any]:
+            way, x, _, tokens, _ = staying
+            shared = None if self.shared is None else self._of_shared(x, parallel)
+            return (way.collect(way.exchange(blocks), tokens), shared), staying
 
-        stages = leave_for, travel, multiply, come_back
-        states = in_time_slots(stages, [(part, None) for part in parts])
-        auxiliary = self._auxiliary([routed for _, (_, routed) in states])
-        return [(others, y, own) for (y, (others, _)), own in zip(states, auxiliary, strict=True)]
+        states = in_time_slots((leave_for, travel, multiply, come_back), [(part, None) for part in parts])
+        results, ways = zip(*states, strict=True)
+        sums = ways[0][0].finish([y for y, _ in results], [tokens for *_, tokens, _ in ways])
+        sums = [y if shared is None else y + shared for y, (_, shared) in zip(sums, results, strict=True)]
+        auxiliary = self._auxiliary([routed for *_, routed in ways])
+        return [(others, y, own) for (_, _, others, *_), y, own in zip(ways, sums, auxiliary, strict=True)]
 
     def _of_shared(self, x: Float[Array, "B T D"], parallel: ParallelConfig) -> Float[Array, "B T D"]:
         with jax.named_scope("shared"):
@@ -261,22 +263,32 @@ class _Way:
 
         return on_device(blocks, weights)
 
-    def collect(self, blocks: jax.Array, tokens: _Tokens) -> Float[Array, "B T D"]:
-        """Returns the sums over each token's experts, once the results are back."""
+    def collect(self, blocks: jax.Array, tokens: _Tokens) -> jax.Array:
+        """Returns each device's sums over the experts of its tokens, once the results are back."""
+
+        @partial(jax.shard_map, in_specs=(_ALL, _ALL), out_specs=_ALL)
+        def on_device(blocks: jax.Array, tokens: _Tokens) -> jax.Array:
+            return dispatch.collect(blocks, tokens.route, self.block)
+
+        return on_device(blocks, tokens)
+
+    def finish(self, sums: Sequence[jax.Array], tokens: Sequence[_Tokens]) -> list[Float[Array, "B T D"]]:
+        """Returns the additions to the residual streams of all parts: sums with those of further rounds added."""
         of_experts, of_tokens = self._of_experts(), self._for_tokens("ascend")
 
         @partial(jax.shard_map, in_specs=(_ALL, _ALL, _specs(of_experts), _specs(of_tokens)), out_specs=self.lies)
-        def on_device(blocks: jax.Array, tokens: _Tokens, of_experts: Any, of_tokens: Any) -> jax.Array:
-            y = dispatch.collect(blocks, tokens.route, self.block)
+        def on_device(sums: list[jax.Array], tokens: list[_Tokens], of_experts: Any, of_tokens: Any) -> list[jax.Array]:
             if not self.is_complete:
-                y = y + self._further_rounds(tokens, self._varying(of_experts, AXES))
-            y = self._whole(y)
+                late = self._further_rounds(tokens, self._varying(of_experts, AXES))
+                sums = [own + more for own, more in zip(sums, jnp.split(late, len(sums)), strict=True)]
+            sums = list(map(self._whole, sums))
             if "ascend" in of_tokens:
                 with jax.named_scope("ascend"):
-                    y = y @ self._varying(of_tokens)["ascend"].T
-            return y.reshape(self.shape)
+                    ascend = self._varying(of_tokens)["ascend"]
+                    sums = [own @ ascend.T for own in sums]
+            return [own.reshape(self.shape) for own in sums]
 
-        return on_device(blocks, tokens, of_experts, of_tokens)
+        return on_device(list(sums), list(tokens), of_experts, of_tokens)
 
     # What follows runs on one device.
 
@@ -286,18 +298,20 @@ class _Way:
             groups = dispatch.by_expert(counts, self.block)
             return experts_on_rows(rows, weights, groups, w_gate_up, w_down, self.config.kernel)
 
-    def _further_rounds(self, tokens: _Tokens, weights: dict[str, Any]) -> jax.Array:
-        """Returns the results for choices that had no slot in the first round."""
-        rounds = dispatch.num_rounds(tokens.experts, self.config.num_experts, self.block)
+    def _further_rounds(self, tokens: Sequence[_Tokens], weights: dict[str, Any]) -> jax.Array:
+        """Returns the results for the tokens of all parts, one part after the other, of choices that had no slot."""
+        E, sent = self.config.num_experts, _size(PEERS) * self.block.rows
+        late = jnp.concatenate([jnp.where(own.route.rows < sent, E, own.experts) for own in tokens])
         split = [differentiable(weights[name]) for name in ("w_gate_up", "w_down")]
         factors, stand_ins = tuple(factor for factor, _ in split), [stand_in for _, stand_in in split]
+        arrays = [own.x for own in tokens], [own.weights for own in tokens], stand_ins
         with jax.named_scope("further_rounds"):
-            return _in_rounds(self, rounds, tokens.experts, factors, tokens.x, tokens.weights, *stand_ins)
+            return _in_rounds(self, dispatch.num_rounds(late, E, self.block), late, factors, arrays)
 
-    def _round(
-        self, number: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], x: jax.Array, weights: jax.Array,
-        *stand_ins: jax.Array | None,
-    ) -> jax.Array:  # fmt: skip
+    def _round(self, number: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], arrays: Any) -> jax.Array:
+        # Parts are joined in a round that is needed, and not before.
+        number, (x, weights, stand_ins) = jax.lax.optimization_barrier((number, arrays))
+        x, weights = jnp.concatenate(x), jnp.concatenate(weights)
         route = dispatch.route(chosen, self.config.num_experts, self.block, number)
         blocks = dispatch.exchange(dispatch.pack(x, weights, route, self.block))
         back = dispatch.exchange(self._multiply(blocks, *map(rejoined, factors, stand_ins)))
@@ -417,33 +431,29 @@ _with_gradient.defvjp(lambda x, _, gradient: (x, gradient), _with_gradient_back)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_rounds(
-    way: _Way, rounds: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], *differentiable: jax.Array
-) -> jax.Array:
-    """Returns the sum of all rounds but the first. Their number is known to the devices alone, so the backward pass, whose
-    loop is of the same length, computes them again."""
+def _in_rounds(way: _Way, rounds: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], arrays: Any) -> jax.Array:
+    """Returns the sum of so many rounds. Their number is known to the devices alone, so the backward pass, whose loop is of
+    the same length, computes them again."""
 
     def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, total = carry
-        return number + 1, total + way._round(number, chosen, factors, *differentiable)
+        return number + 1, total + way._round(number, chosen, factors, arrays)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < rounds, step, (_one(rounds), jnp.zeros_like(differentiable[0])))[1]
-
-
-def _one(like: jax.Array) -> jax.Array:
-    return jnp.ones_like(like)
+    x, *_ = arrays
+    carry = jnp.zeros_like(rounds), jnp.zeros_like(jnp.concatenate(x))
+    return jax.lax.while_loop(lambda carry: carry[0] < rounds, step, carry)[1]
 
 
 def _in_rounds_back(way: _Way, kept: Any, d: jax.Array) -> Any:
-    rounds, chosen, factors, *differentiable = kept
+    rounds, chosen, factors, arrays = kept
 
     def step(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         number, totals = carry
-        _, pull_back = jax.vjp(partial(way._round, number, chosen, factors), *differentiable)
-        return number + 1, jax.tree.map(jnp.add, totals, pull_back(d))
+        _, pull_back = jax.vjp(partial(way._round, number, chosen, factors), arrays)
+        return number + 1, jax.tree.map(jnp.add, totals, pull_back(d)[0])
 
-    zeros = jax.tree.map(jnp.zeros_like, tuple(differentiable))
-    return None, None, None, *jax.lax.while_loop(lambda carry: carry[0] < rounds, step, (_one(rounds), zeros))[1]
+    carry = jnp.zeros_like(rounds), jax.tree.map(jnp.zeros_like, arrays)
+    return None, None, None, jax.lax.while_loop(lambda carry: carry[0] < rounds, step, carry)[1]
 
 
 _in_rounds.defvjp(lambda way, *args: (_in_rounds(way, *args), args), _in_rounds_back)
