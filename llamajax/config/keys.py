@@ -66,6 +66,10 @@ def without_removed(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     }
 
 
+_MOST_TOLD = 24
+"""Keys of a section that a remedy tells."""
+
+
 def unknown_key(root: Any, key: str, siblings: Iterable[str]) -> tuple[str, list[str]]:
     """Returns a remedy for a key that settings of class `root` do not have, and the keys that were probably meant.
 
@@ -94,7 +98,8 @@ def unknown_key(root: Any, key: str, siblings: Iterable[str]) -> tuple[str, list
     elif close := difflib.get_close_matches(name, namesakes, n=1, cutoff=0.75):
         meant = namesakes[close[0]]
     else:
-        return f"{above or 'a configuration'} has {', '.join(siblings)}", []
+        more = f", and {len(siblings) - _MOST_TOLD} others" if len(siblings) > _MOST_TOLD else ""
+        return f"{above or 'a configuration'} has {', '.join(siblings[:_MOST_TOLD])}{more}", []
     return "did you mean " + " or ".join(f"'{other}'" for other in meant) + "?", meant
 
 

@@ -12,12 +12,15 @@ LEAST_ROWS = 1024
 empty on average."""
 
 
-def parts_form(config: Config, axes: Mapping[str, int]) -> tuple[int, str]:
-    """Returns the parts of a device's rows that take turns at the experts, and the reason in one line."""
+def parts_form(config: Config, axes: Mapping[str, int]) -> tuple[int | None, str]:
+    """Returns the parts of a device's rows that take turns at the experts, None without experts, and the reason in one
+    line."""
     experts, peers, rows = config.model.experts, num_parts("experts", axes), config.rows_per_device(axes)
     if config.parallel.expert_parts is not None:
         return config.parallel.expert_parts, "parallel.expert_parts says so"
-    if not experts.enabled or peers == 1:
+    if not experts.enabled:
+        return None, "there are no experts"
+    if peers == 1:
         return 1, "no token travels"
     if config.mesh.num_cpu_devices is not None:
         return 1, "emulated devices hide nothing"

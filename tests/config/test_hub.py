@@ -72,7 +72,7 @@ def test_addresses_in_another_form_are_refused(address):
 
 
 def test_an_address_in_another_form_is_told_where_it_is(tmp_path):
-    for model in (None, vars(MODEL) | {"rope_scaling": {}}):
+    for model in (None, vars(MODEL) | {"rope_scaling": {}, "experts": {}}):
         with pytest.raises(ConfigError, match=r"^/.*/run.yaml:1: init_from: hf://org must be hf://ORG/NAME or .*-8B$"):
             model_of(tmp_path, "hf://org", model)
 
@@ -106,7 +106,7 @@ def test_a_branch_is_that_of_now_and_a_commit_stays(web, directory, tmp_path):
 def test_a_run_that_was_begun_keeps_its_commit(web, directory, tmp_path):
     begun = tmp_path / "run/checkpoints/5"
     begun.mkdir(parents=True)
-    model = vars(MODEL) | {"rope_scaling": {}}
+    model = vars(MODEL) | {"rope_scaling": {}, "experts": {}}
     stored = {"init_from": f"hf://org/tiny@{FIRST}", "model": model}
     (begun / "meta.json").write_text(json.dumps({"config": stored}))
     web.add("org/tiny", SECOND, directory)
@@ -157,7 +157,7 @@ def test_what_the_hub_does_not_give_is_one_line(case, token, web, directory, tmp
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"{tmp_path}/run.yaml:1: init_from: {address}: ")
     assert rule in line
-    complete = vars(MODEL) | {"rope_scaling": {}, "layer_types": []}
+    complete = vars(MODEL) | {"rope_scaling": {}, "experts": {}, "layer_types": []}
     assert model_of(tmp_path, address, complete) == MODEL  # needs nothing
     with pytest.raises(DiskError if case == "down" else ConfigError):
         find_config(hub_model(address))

@@ -57,7 +57,10 @@ def test_rules_look_at_the_result_alone():
             "optimizer.b1: 1.0 must be at least 0 and below 1\noptimizer.eps: 0.0",
         ),
         ({"data.seq_len": 8192, "seed": -1}, "seed: -1 must be at least 0 and below 2**32\ndata.seq_len: 8192 is above"),
-        ({"mesh.fsdp": 4}, "mesh: pipeline(1) x data(1) x fsdp(4) x sequence(1) x tensor(1) = 4, but there are 8 devices"),
+        (
+            {"mesh.fsdp": 4},
+            "mesh: pipeline(1) x data(1) x fsdp(4) x expert(1) x sequence(1) x tensor(1) = 4, but there",
+        ),
     ],
 )
 def test_what_cannot_be_changed_is_told(changes, message):

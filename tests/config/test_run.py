@@ -13,7 +13,7 @@ import pytest
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig
 from llamajax.config.keys import keys
 from llamajax.config.offload import OffloadConfig, TiersConfig
-from llamajax.config.parallel import DistributedConfig, MeshConfig, ParallelConfig
+from llamajax.config.parallel import AXES, DistributedConfig, MeshConfig, ParallelConfig
 from llamajax.config.recovery import WatchdogConfig
 from llamajax.config.rules import Section
 from llamajax.config.run import Config
@@ -104,22 +104,13 @@ def test_rules_between_sections(sections, key):
 
 
 def test_axis_sizes():
-    assert MeshConfig().axis_sizes(8) == {"pipeline": 1, "data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
-    assert MeshConfig(data=-1, fsdp=2, tensor=2).axis_sizes(8) == {
-        "pipeline": 1,
-        "data": 2,
-        "fsdp": 2,
-        "sequence": 1,
-        "tensor": 2,
-    }
-    assert MeshConfig(pipeline=4).axis_sizes(8) == {"pipeline": 4, "data": 1, "fsdp": 2, "sequence": 1, "tensor": 1}
-    assert MeshConfig(fsdp=2, sequence=2, tensor=2).axis_sizes(8) == {
-        "pipeline": 1,
-        "data": 1,
-        "fsdp": 2,
-        "sequence": 2,
-        "tensor": 2,
-    }
+    one = dict.fromkeys(AXES, 1)
+    assert MeshConfig().axis_sizes(8) == one | {"fsdp": 8}
+    assert list(MeshConfig().axis_sizes(8)) == ["pipeline", "data", "fsdp", "expert", "sequence", "tensor"]
+    assert MeshConfig(data=-1, fsdp=2, tensor=2).axis_sizes(8) == one | {"data": 2, "fsdp": 2, "tensor": 2}
+    assert MeshConfig(pipeline=4).axis_sizes(8) == one | {"pipeline": 4, "fsdp": 2}
+    assert MeshConfig(expert=4).axis_sizes(8) == one | {"expert": 4, "fsdp": 2}
+    assert MeshConfig(fsdp=2, sequence=2, tensor=2).axis_sizes(8) == one | {"fsdp": 2, "sequence": 2, "tensor": 2}
     with pytest.raises(ConfigError, match=r"^mesh: pipeline\(1\) x .* x tensor\(3\) = 3 does not divide the 8 devices"):
         MeshConfig(tensor=3).axis_sizes(8)
     with pytest.raises(ConfigError, match=r"^mesh: .* = 4, but there are 8 devices; set one axis to -1"):

@@ -9,7 +9,7 @@ import pytest
 from llamajax.config.experts import ExpertsConfig
 from llamajax.config.machine import HardwareConfig
 from llamajax.config.model import REMATS
-from llamajax.config.parallel import MeshConfig, ParallelConfig
+from llamajax.config.parallel import AXES, MeshConfig, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.step.resolve import MAX_UNROLLED, float8_matmuls, matmul_kernels, resolve, sequence_form, tensor_form
@@ -144,7 +144,8 @@ def test_a_planned_run_on_emulated_devices_is_not_held_to_the_planned_ones():
     """Their number and memory differ."""
     config = tiny_config(hardware=HardwareConfig(gpu="h100", nodes=4)).changed({"train.grad_accum_steps": 4})
     run = resolve(
-        config.changed({"model.mlp_dim": 2**26}), {"pipeline": 1, "data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
+        config.changed({"model.mlp_dim": 2**26}),
+        dict.fromkeys(AXES, 1) | {"fsdp": 8},
     )
     assert run.config.parallel.grad_reduce == "step"
     assert "might not fit" not in " ".join(run.reasons.values())
@@ -154,8 +155,8 @@ def test_whether_a_run_fits_is_asked_of_the_mesh_it_has():
     """Training may find more GPUs than were planned for."""
     config = tiny_config(hardware=ON_H100, mesh=MeshConfig(fsdp=-1))
     large = config.changed({"model.mlp_dim": 2**24, "model.num_layers": 8})
-    assert stack_form(large, {"pipeline": 1, "data": 1, "fsdp": 8, "sequence": 1, "tensor": 1})[0] == "scan"
-    assert stack_form(large, {"pipeline": 1, "data": 1, "fsdp": 1024, "sequence": 1, "tensor": 1})[0] == "unrolled"
+    assert stack_form(large, dict.fromkeys(AXES, 1) | {"fsdp": 8})[0] == "scan"
+    assert stack_form(large, dict.fromkeys(AXES, 1) | {"fsdp": 1024})[0] == "unrolled"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (7, 0)])

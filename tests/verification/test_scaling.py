@@ -257,7 +257,9 @@ def test_experts_stay_whole_or_split(num_experts, configured, scaled):
         before, after = num_parts(dim, configured), num_parts(dim, axes)
         assert (small.num_experts % after == 0) == (num_experts % before == 0), scaled
     assert small.top_k == min(2, small.num_experts)
-    assert small.mlp_dim and small.shared_mlp_dim and small.latent_dim is None
+    assert small.mlp_dim
+    assert small.shared_mlp_dim
+    assert small.latent_dim is None
     assert not list(small.broken_rules())
 
 
