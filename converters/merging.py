@@ -49,5 +49,5 @@ class Merging:
         if self._found.tensors is not None:
             return self._found.tensors[name].read().astype(np.float32)
         place = self._places[name]
-        part = open_array(self._found.source, place.array).read(place.index)
+        part = open_array(self._found.source, place.array).read(place.numbers)
         return names.to_hf(place.tensor, part).astype(np.float32)

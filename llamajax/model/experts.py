@@ -121,7 +121,7 @@ class Experts(nnx.Module):
 
         def come_back(blocks: jax.Array, staying: Any) -> tuple[Any, Any]:
             way, x, _, tokens, _ = staying
-            shared = None if self.shared is None else self._of_shared(x, parallel)
+            shared = None if self.shared is None else self._of_shared(self.shared, x, parallel)
             return (way.collect(way.exchange(blocks), tokens), shared), staying
 
         states = in_time_slots((leave_for, travel, multiply, come_back), [(part, None) for part in parts])
@@ -131,9 +131,9 @@ class Experts(nnx.Module):
         auxiliary = self._auxiliary([routed for *_, routed in ways])
         return [(others, y, own) for (_, _, others, *_), y, own in zip(ways, sums, auxiliary, strict=True)]
 
-    def _of_shared(self, x: Float[Array, "B T D"], parallel: ParallelConfig) -> Float[Array, "B T D"]:
+    def _of_shared(self, shared: MLP, x: Float[Array, "B T D"], parallel: ParallelConfig) -> Float[Array, "B T D"]:
         with jax.named_scope("shared"):
-            y, _ = self.shared(x, parallel)
+            y, _ = shared(x, parallel)
             return y if self.shared_gate is None else y * jax.nn.sigmoid(tokenwise_matmul(x, self.shared_gate[...]))
 
     def _auxiliary(self, parts: Sequence[dict[str, jax.Array]]) -> list[Auxiliary]:
@@ -294,7 +294,8 @@ class _Way:
 
     def _multiply(self, blocks: jax.Array, w_gate_up: Factor, w_down: Factor) -> jax.Array:
         with jax.named_scope("multiply"):
-            rows, weights, counts = dispatch.unpack(blocks, self.block)
+            came: Any = dispatch.unpack(blocks, self.block)
+            rows, weights, counts = came
             groups = dispatch.by_expert(counts, self.block)
             return experts_on_rows(rows, weights, groups, w_gate_up, w_down, self.config.kernel)
 
@@ -322,7 +323,7 @@ class _Way:
         if not self.config.capacity_factor:
             return chosen
         b, t, _ = self.shape
-        axes = as_tuple(self.lies.partitions[1])
+        axes = as_tuple(self.lies[1])
         rows = chosen.reshape(b, t, -1)
         if axes:
             rows = jax.lax.all_gather(rows, axes, axis=1, tiled=True)

@@ -308,7 +308,7 @@ class Llama(nnx.Module):
         adapted = jax.tree.map(lambda weight: weight, self)
         dense_keys, keys = _keys_of_layers(key, self.config)
         for layers, own_keys in ((adapted.dense_layers, dense_keys), (adapted.layers, keys)):
-            if layers is not None:
+            if layers is not None and own_keys is not None:
                 attention, mlp = jax.vmap(make)(own_keys)
                 attach(layers.attention, Attention.MATRICES, attention)
                 attach(layers.mlp, layers.mlp.MATRICES, mlp)
@@ -384,8 +384,8 @@ def _by_parts(model: Llama, number: int) -> Layers:
     """Returns the weights of all parts of a run's unit, and those of the first unit if gathered earlier."""
     unit = model.runs()[number].unit
     parts = tuple(part for layer in unit for part in layer.by_parts())
-    has_first = model.whole_first is not None and unit[-1] is model.layers
-    return parts, model.whole_first.by_parts() if has_first else None
+    first = model.whole_first if unit[-1] is model.layers else None
+    return parts, None if first is None else first.by_parts()
 
 
 def _run_one_by_one(
@@ -402,7 +402,7 @@ def _run_one_by_one(
 
     def run_unit(x: Activations, unit: tuple[Layer, ...], _: None, rows: Any) -> tuple[Activations, None]:
         for layer, own in zip(unit, _of_layers(unit, rows), strict=True):
-            x, _ = layer(x, own, parallel=parallel, gates_in_stack=gates_in_stack)
+            x = layer(x, own, parallel=parallel, gates_in_stack=gates_in_stack)[0]
         return x, None
 
     dtype, saved = x.residual.dtype, policy_of(saved)

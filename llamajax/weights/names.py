@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
     tensor: Tensor
     array: str
-    index: tuple[int, ...]
+    numbers: tuple[int, ...]
     """Number of the layer in its stack, and of the expert."""
 
 
@@ -192,7 +192,7 @@ def _layers_of(stack: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def name_of(tensor: Tensor, array: str, index: Sequence[int], config: ModelConfig) -> str:
-    """Returns the name of a tensor in a block of one of our arrays; see `Place.index`."""
+    """Returns the name of a tensor in a block of one of our arrays; see `Place.numbers`."""
     if not index:
         return tensor.hf_name
     layers = _layers_of(_DENSE if array.startswith(f"{_DENSE}.") else _OURS, config)
