@@ -137,20 +137,20 @@ def _mlp_part(
 
 
 def _in_time_slots(
-    of_attention: tuple[RMSNorm, Attention] | None,
+    of_attention: tuple[RMSNorm, Attention],
     of_experts: tuple[RMSNorm, Experts],
     x: Activations,
     rows: Rows,
     parallel: ParallelConfig,
 ) -> Activations:
-    """Runs `_mlp_part`, after `_attention_part` if there is one, with parts of each device's rows that take turns."""
+    """Runs `_attention_part` and `_mlp_part` with parts of each device's rows that take turns."""
     norm, experts = of_experts
 
     def enter(part: tuple[Activations, Rows]) -> tuple[jax.Array, Activations]:
         (residual, auxiliary), rows = part
-        x = Activations(checkpoint_name(residual, "dispatched"), auxiliary)
-        if of_attention is not None:
-            x, _ = _attention_part(of_attention, x, rows, parallel)
+        # What barriers hold is saved behind them, or their other values would be computed again for it.
+        x = Activations(checkpoint_name(residual, "input"), auxiliary)
+        x, _ = _attention_part(of_attention, x, rows, parallel)
         return norm(x.residual), x
 
     with jax.named_scope("mlp"):
@@ -190,13 +190,13 @@ def stack_forms(
     is_stacked = (parallel.stack != "unrolled" or num_stages() > 1) and "gate_up" not in offload.names
     gates_in_stack = "gate_up" in (saved or ()) and is_stacked
     in_turns = (parallel.expert_parts or 1) > 1
+    if in_turns and saved:
+        saved = (*saved, "input")
 
     def attend(weights: tuple[RMSNorm, Attention], x: Activations, rows: Rows) -> Activations:
         return _attention_part(weights, x, rows, parallel, saved_share=share)[0]
 
-    def transform(weights: tuple[RMSNorm, Any], x: Activations, rows: Rows) -> Activations:
-        if in_turns and isinstance(weights[1], Experts):
-            return _in_time_slots(None, weights, x, rows, parallel)
+    def transform(weights: tuple[RMSNorm, MLP | Experts], x: Activations, rows: Rows) -> Activations:
         return _mlp_part(weights, x, parallel, rows.seeds, gates_in_stack=gates_in_stack, saved_share=share)
 
     def whole(weights: tuple[Any, ...], x: Activations, rows: Any) -> Activations:

@@ -138,8 +138,8 @@ def run_prefetching(
             phase. None: everything is saved. Gathered weights are never saved.
         made_first: policy for values recomputed in phase one and kept for phase two. Include expensive values only; cheap
             ones fuse better into their consumer.
-        whole: function that does the same as all parts in turn, with a tuple of their weights, for layers that save only
-            their input; None: the parts in turn.
+        whole: function that does the same as all parts in turn, with a tuple of their weights, and runs in their place; its
+            backward pass is not cut into phases. None: the parts in turn.
         unrolled: write out every layer; the program has no loop over them.
         names: names of each part's saved values; needed for `offloaded`.
         offloaded: names of the saved values that wait in host memory. Values with fewer than three dims always stay.
@@ -172,6 +172,8 @@ class Stack:
     """How layers run: the static arguments of `run_prefetching`."""
 
     parts: tuple[Part, ...]
+    is_merged: bool
+    """Whether the only part has the weights of all parts of a layer."""
     dtype: DTypeLike
     saved: Policy | None
     made_first: Policy
@@ -193,16 +195,17 @@ class Stack:
     ) -> "Stack":
         """Returns the stack of layers with these parts; arguments as for `run_prefetching`. A layer that saves only its
         input runs as one part."""
-        own = (whole or partial(_in_turn, tuple(parts)),) if saved is NOTHING else tuple(parts)
-        return Stack(own, dtype, saved, made_first, unrolled, tuple(names), frozenset(offloaded))
+        whole = partial(_in_turn, tuple(parts)) if whole is None and saved is NOTHING else whole
+        own = tuple(parts) if whole is None else (whole,)
+        return Stack(own, whole is not None, dtype, saved, made_first, unrolled, tuple(names), frozenset(offloaded))
 
     def grouped(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns one tree of weights for each of the stack's parts, from one tree for each part of a layer."""
-        return (weights,) if self.saved is NOTHING else weights
+        return (weights,) if self.is_merged else weights
 
     def ungrouped(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
         """Reverts `grouped`."""
-        return weights[0] if self.saved is NOTHING else weights
+        return weights[0] if self.is_merged else weights
 
     def gather(self, weights: PreparedWeights[Layers], index: int | jax.Array) -> Any:
         return gathered(_at(weights.used[0], index), self.dtype)
@@ -262,7 +265,7 @@ class Stack:
         for own, own_kept in reversed(list(zip(weights, kept, strict=True))):
             d_own, dx = own_kept.pull_back((own, shared))(dx)
             d_weights.insert(0, d_own)
-            if len(d_weights) == 1 and jax.tree.leaves(meanwhile):
+            if len(d_weights) == 1 < len(weights) and jax.tree.leaves(meanwhile):
                 d_weights, dx, meanwhile = jax.lax.optimization_barrier((d_weights, dx, meanwhile))
         return tuple(d_weights), dx, meanwhile
 
