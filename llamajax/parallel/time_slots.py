@@ -25,7 +25,7 @@ def in_time_slots(stages: Sequence[Stage], parts: Sequence[tuple[Any, Any]]) -> 
         for number, stage in enumerate(stages):
             if 0 <= slot - number < len(parts):
                 states[slot - number] = stage(*states[slot - number])
-        on_their_way = range(max(0, slot - last + 1), min(len(parts), slot + 2))
+        on_their_way = range(max(0, slot - 1), min(len(parts), slot + 2))
         if len(parts) > 1 and on_their_way:
             moving = jax.lax.optimization_barrier([states[part][0] for part in on_their_way])
             for part, own in zip(on_their_way, moving, strict=True):
