@@ -124,7 +124,8 @@ class Experts(nnx.Module):
             shared = None if self.shared is None else self._of_shared(self.shared, x, parallel)
             return (way.collect(way.exchange(blocks), tokens), shared), staying
 
-        states = in_time_slots((leave_for, travel, multiply, come_back), [(part, None) for part in parts])
+        stages = leave_for, travel, multiply, come_back
+        states = in_time_slots(stages, [(part, None) for part in parts], held=2)
         results, ways = zip(*states, strict=True)
         sums = ways[0][0].finish([y for y, _ in results], [tokens for *_, tokens, _ in ways])
         sums = [y if shared is None else y + shared for y, (_, shared) in zip(sums, results, strict=True)]

@@ -15,17 +15,21 @@ Stage = Callable[[Any, Any], tuple[Any, Any]]
 a tree of floating-point arrays; what stays is used by later stages of the same part."""
 
 
-def in_time_slots(stages: Sequence[Stage], parts: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def in_time_slots(stages: Sequence[Stage], parts: Sequence[tuple[Any, Any]], *, held: int) -> list[tuple[Any, Any]]:
     """Returns what the stages, one after the other, make of each part. In slot t, stage s has part t - s.
 
-    The results of the last stage are in no barrier, so that a backward pass which needs none of them again leaves it out.
+    Args:
+        stages: the stages.
+        parts: what moves and what stays behind at the start, of each part.
+        held: number of stages whose results barriers hold to the end of their slot. A backward pass that needs no result of
+            the others again leaves them out.
     """
     states, last = list(parts), len(stages) - 1
     for slot in range(len(parts) + last):
         for number, stage in enumerate(stages):
             if 0 <= slot - number < len(parts):
                 states[slot - number] = stage(*states[slot - number])
-        on_their_way = range(max(0, slot - 1), min(len(parts), slot + 2))
+        on_their_way = range(max(0, slot - held + 1), min(len(parts), slot + 2))
         if len(parts) > 1 and on_their_way:
             moving = jax.lax.optimization_barrier([states[part][0] for part in on_their_way])
             for part, own in zip(on_their_way, moving, strict=True):

@@ -28,7 +28,7 @@ def stages(log: list[tuple[int, int]]):
 def test_every_part_passes_all_stages_one_slot_after_the_one_before():
     log: list[tuple[int, int]] = []
     parts = [(jnp.float32(part), part) for part in range(4)]
-    found = in_time_slots(stages(log), parts)
+    found = in_time_slots(stages(log), parts, held=2)
     assert [part for _, part in found] == [0, 1, 2, 3]
     for part, (moving, _) in enumerate(found):
         assert moving == ((2 * part + part) * 3 + part) * 4 + part
@@ -38,7 +38,7 @@ def test_every_part_passes_all_stages_one_slot_after_the_one_before():
 
 def test_barriers_hold_what_moves_and_no_result():
     def run(*parts: jax.Array) -> Any:
-        return [moving for moving, _ in in_time_slots(stages([]), [(x, number) for number, x in enumerate(parts)])]
+        return [moving for moving, _ in in_time_slots(stages([]), [(x, number) for number, x in enumerate(parts)], held=2)]
 
     program = jax.make_jaxpr(run)(*[jnp.float32(0)] * 3)
     sizes = [len(eqn.invars) for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
