@@ -25,7 +25,7 @@ from tests.tiny import single_device_mesh
 B, T, D = 8, 12, 16
 KINDS = {
     "large": {"num_experts": 4, "top_k": 2, "mlp_dim": 24},
-    "fine, shared": {
+    "shared": {
         "num_experts": 8, "top_k": 3, "mlp_dim": 8, "shared_mlp_dim": 16, "shared_gate": True, "normalize": False,
         "balance_loss": 0.1, "z_loss": 0.1,
     },
@@ -137,7 +137,7 @@ def test_results_and_gradients_are_those_of_the_definition(kind: str, slots: flo
     ("kind", "axes"),
     [
         ("large", {"expert": 4, "fsdp": 2}),
-        ("fine, shared", {"expert": 2, "sequence": 2, "tensor": 2}),
+        ("shared", {"expert": 2, "sequence": 2, "tensor": 2}),
         ("grouped", {"expert": 4, "data": 2}),
         ("narrow", {"expert": 2, "fsdp": 2, "tensor": 2}),
         ("capacity", {"expert": 2, "sequence": 2, "fsdp": 2}),
@@ -153,7 +153,7 @@ def test_devices_share_the_experts(kind: str, axes: dict[str, int], slots: float
     ("kind", "axes", "slots"),
     [
         ("large", {}, 0.3),
-        pytest.param("fine, shared", {"expert": 2, "fsdp": 2, "tensor": 2}, 0.5, marks=pytest.mark.slow),
+        pytest.param("shared", {"expert": 2, "fsdp": 2, "tensor": 2}, 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_the_program_of_float8_computes_the_same_where_nothing_is_rounded(kind: str, axes: dict[str, int], slots: float):

@@ -24,19 +24,23 @@ CONFIG = tiny_config().changed(
 )  # fmt: skip
 
 
-def statistics_on(mesh: jax.sharding.Mesh, changes: dict[str, Any]) -> np.ndarray:
+def statistics_on(mesh: jax.sharding.Mesh, changes: dict[str, Any]) -> list[np.ndarray]:
+    """Statistics of a batch, and of one in which no token counts."""
     jax.set_mesh(single_device_mesh())
     first = jax.tree.map(np.asarray, init_state(CONFIG).model)
     jax.set_mesh(mesh)
     config = CONFIG.changed(changes)
     model = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), first, abstract_state(config).model)
-    run, batch = resolved(config), to_device(config, random_rows(config, 0))
-    return np.asarray(jax.jit(lambda model, batch: loss_and_grads(run, model, batch)[0])(model, batch)["expert_statistics"])
+    run, rows = resolved(config), random_rows(config, 0)
+    batches = [to_device(config, own) for own in (rows, rows | {"targets": np.full_like(rows["targets"], -1)})]
+    losses = jax.jit(lambda model, batch: loss_and_grads(run, model, batch)[0])
+    return [np.asarray(losses(model, batch)["expert_statistics"]) for batch in batches]
 
 
 def test_loads_and_drops_count_every_token_once_on_every_mesh():
-    expected = statistics_on(single_device_mesh(), {"parallel.expert_slots": 0.0})
+    expected, of_none = statistics_on(single_device_mesh(), {"parallel.expert_slots": 0.0})
     assert expected.shape == (2, len(STATISTICS), 8)
+    np.testing.assert_array_equal(of_none, 0)
     load, dropped, late, score = np.moveaxis(expected, 1, 0)
     tokens = CONFIG.train.global_batch_size * CONFIG.data.seq_len
     np.testing.assert_array_equal(load.sum(axis=-1), 2 * tokens)
@@ -44,16 +48,16 @@ def test_loads_and_drops_count_every_token_once_on_every_mesh():
     assert 0 < dropped.sum() < load.sum()
     np.testing.assert_array_equal(late, 0)
     changes = {"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, "parallel.expert_slots": 0.5}
-    found = statistics_on(make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)), changes)
+    found, _ = statistics_on(make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)), changes)
     np.testing.assert_allclose(found[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-5)
     assert (found[:, 2].sum(axis=-1) > 0).all()
 
 
 @pytest.mark.slow
 def test_stages_without_a_micro_batch_count_nothing():
-    expected = statistics_on(single_device_mesh(), {"parallel.expert_slots": 0.0})
+    expected, _ = statistics_on(single_device_mesh(), {"parallel.expert_slots": 0.0})
     changes = {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.expert": 2, "train.grad_accum_steps": 4, "parallel.zero": 1}
-    found = statistics_on(make_mesh(MeshConfig(pipeline=2, fsdp=2, expert=2)), changes)
+    found, _ = statistics_on(make_mesh(MeshConfig(pipeline=2, fsdp=2, expert=2)), changes)
     np.testing.assert_allclose(found[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-5)
 
 
