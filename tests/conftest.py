@@ -69,14 +69,16 @@ def _nothing_stays(request, tmp_path_factory):
 
 
 def processes_of(folder: Path) -> list[str]:
-    """The commands that were started with `folder` as the directory for temporary files and still run, where Linux tells."""
-    found = []
+    """The commands that were started with `folder`, or one within it, as the directory for temporary files and still run,
+    where Linux tells."""
+    found, own = [], f"TMPDIR={folder}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            started_by = f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0")
+            variables = (process / "environ").read_bytes().split(b"\0")
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:  # it has ended, or is another user's
             continue
+        started_by = any(variable == own or variable.startswith(own + b"/") for variable in variables)
         if started_by and command and "multiprocessing.resource_tracker" not in command:  # which ends with this process
             found.append(command)
     return found

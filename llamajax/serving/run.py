@@ -202,7 +202,7 @@ def serve(config: ServeConfig, opened: Opened, weights: Llama, room: float | Non
     engine.compile()
     say(f"compiled   {opened.name} in {time.monotonic() - started:.1f} s")
     if opened.template is None:
-        rule = "has no chat template: /v1/chat/completions and the page need one"
+        rule = "has no chat template: /v1/chat/completions needs one, and the page continues texts"
         say(f"note       {opened.name} {rule}; --chat_template names one")
     return Served(
         name=opened.name,
