@@ -31,7 +31,7 @@ def product_and_gradient(both: jax.Array, d_product: jax.Array) -> tuple[jax.Arr
 def pair(operands: list[jax.Array], form: TensorForm, *, makes: bool = False) -> jax.Array:
     """A matmul of each kind, with a product between that tells tokens and outputs apart, or that the second `makes`."""
     x, up, down = operands
-    token_axes = frozenset({"pipeline", "data", "fsdp", "sequence"})
+    token_axes = frozenset({"pipeline", "data", "fsdp", "expert", "sequence"})
     up, down = (jax.reshard(w, P(*jax.typeof(w).sharding.spec, reduced=token_axes)) for w in (up, down))
     both, residual = gathered_matmul(x, up, form), jax.typeof(x).sharding.spec
     if makes:

@@ -256,7 +256,7 @@ def test_heads_are_copied_and_split_as_codes():
 
 
 def test_weights_of_an_absent_machine_have_shapes_and_shardings():
-    mesh = AbstractMesh((1, 1, 64, 1, 8), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    mesh = AbstractMesh((1, 1, 64, 1, 1, 8), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh):
         lies = jax.NamedSharding(mesh, spec(None, "embed", None, "mlp"))
         x = jax.ShapeDtypeStruct((80, 8192, 2, 28672), jnp.bfloat16, sharding=lies)

@@ -7,8 +7,8 @@ from llamajax.parallel.sharding import spec
 
 
 def test_logical_axes_become_mesh_axes():
-    assert spec("batch", "seq", None) == P(("pipeline", "data", "fsdp"), "sequence", None)
-    assert spec("layers", "embed", "mlp") == P("pipeline", ("fsdp", "sequence"), "tensor")
+    assert spec("batch", "seq", None) == P(("pipeline", "data", "fsdp", "expert"), "sequence", None)
+    assert spec("layers", "embed", "mlp") == P("pipeline", ("fsdp", "expert", "sequence"), "tensor")
 
 
 def test_a_typo_names_the_axis_that_was_meant():

@@ -32,7 +32,7 @@ def collectives(function, *arguments) -> str:
 def test_rows_of_all_stages_split_and_merge_without_communication():
     x = rows((8, 4, 3), "batch", "seq", None)
     by_stages = jax.jit(split)(x)
-    assert jax.typeof(by_stages).sharding.spec == P("pipeline", ("data", "fsdp"), "sequence", None)
+    assert jax.typeof(by_stages).sharding.spec == P("pipeline", ("data", "fsdp", "expert"), "sequence", None)
     np.testing.assert_array_equal(by_stages, np.asarray(x).reshape(4, 2, 4, 3))
     assert jax.typeof(jax.jit(merge)(by_stages)) == jax.typeof(x)
     hlo = collectives(lambda x: merge(split(x) * 2), x)
@@ -56,7 +56,7 @@ def test_a_stage_sees_its_own_part_and_number():
 def test_the_tokens_of_one_stage_are_shared_and_their_gradients_return(length, padded):
     x = rows((8, length, 3), "batch", "seq", None)
     shared = jax.jit(share_tokens, static_argnums=1)(x, 3)
-    assert jax.typeof(shared).sharding.spec == P(("data", "fsdp"), ("sequence", "pipeline"), None)
+    assert jax.typeof(shared).sharding.spec == P(("data", "fsdp", "expert"), ("sequence", "pipeline"), None)
     last = np.asarray(x)[6:]
     np.testing.assert_array_equal(shared, np.pad(last, ((0, 0), (0, padded - length), (0, 0))))
     ids = jax.device_put(np.arange(2 * length, dtype=np.int32).reshape(2, length), spec("micro_batch", "seq"))

@@ -37,7 +37,7 @@ def test_a_pair_of_shared_matmuls_and_its_gradients(residual):
 
     def shared(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         lies = jax.typeof(x).sharding.spec
-        tokens = frozenset({"pipeline", "data", "fsdp", "sequence"})
+        tokens = frozenset({"pipeline", "data", "fsdp", "expert", "sequence"})
         up, down = (jax.reshard(w, jax.P(*jax.typeof(w).sharding.spec, reduced=tokens)) for w in (up, down))
         wide = jnp.einsum("BTD,DF->BTF", gather_tokens(x), up)
         return scatter_tokens(jnp.einsum("BTF,FD->BTD", wide, down, out_sharding=partial_spec(lies)), lies)

@@ -43,7 +43,7 @@ def test_a_module_is_gathered_whole_and_its_gradient_is_scattered(sizes):
     gradients, ready = jax.jit(jax.grad(total, has_aux=True))(parts, x)
     assert ready.matrix.dtype == jnp.bfloat16
     assert jax.typeof(ready.matrix[...]).sharding.spec == jax.P(
-        "tensor", None, reduced=frozenset({"pipeline", "data", "fsdp", "sequence"})
+        "tensor", None, reduced=frozenset({"pipeline", "data", "fsdp", "expert", "sequence"})
     )
     assert ready.scale.dtype == jnp.float32
     np.testing.assert_array_equal(np.asarray(ready.matrix[...], np.float32), np.arange(64).reshape(8, 8))

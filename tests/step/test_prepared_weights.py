@@ -10,7 +10,7 @@ from llamajax.step.prepared_weights import copies, prepare
 from llamajax.step.state import init_state
 from tests.tiny import tiny_config
 
-TOKENS = {"pipeline", "data", "fsdp", "sequence"}
+TOKENS = {"pipeline", "data", "fsdp", "expert", "sequence"}
 TABLES, FIRST = frozenset({"embedding", "head"}), frozenset({"whole_first.attention.wqkv"})
 MATRIX, LATE = frozenset({"layers.attention.wqkv"}), frozenset({"layers.mlp_norm.scale"})
 
@@ -71,4 +71,4 @@ def test_state_lies_split_over_data_where_asked(zero_data):
     for name, leaf in named_arrays((state.model, state.opt_state)).items():
         if "wqkv" in name or "embedding" in name:
             (columns,) = (entry for entry in leaf.sharding.spec if entry not in (None, "tensor"))
-            assert columns == (("fsdp", "sequence", "data") if zero_data else ("fsdp", "sequence")), name
+            assert columns == (("fsdp", "expert", "sequence", "data") if zero_data else ("fsdp", "expert", "sequence")), name
