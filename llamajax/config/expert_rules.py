@@ -23,8 +23,8 @@ def expert_problems(
         if parts is not None:
             yield f"parallel.expert_parts: {parts} has no effect without model.experts.num_experts; set that, or remove it"
         return
-    if parts is not None and rows % parts:
-        yield f"parallel.expert_parts: {parts} must divide the {rows} rows of a micro-batch that a device has"
+    if parts is not None and rows < parts:
+        yield f"parallel.expert_parts: {parts} must be at most the {rows} rows of a micro-batch that a device has"
     if adapters.enabled and not set(adapters.targets) <= set(_OF_ATTENTION):
         yield f"adapters.targets: experts have no adapters; name only those of {list(_OF_ATTENTION)}"
     if adapters.enabled and adapters.is_quantized:

@@ -152,7 +152,7 @@ class ParallelConfig(Section):
     further rounds, so none is lost, but all devices wait for these. 0: as many as could ever go to one device."""
     expert_parts: PositiveIntOrUnset = None
     """Parts of a device's rows that take turns at the experts: the tokens of one travel while the device computes with
-    another. It must divide the rows that a device has of a micro-batch; unset: by formulas."""
+    another. At most the rows that a device has of a micro-batch; unset: by formulas."""
 
     pipeline: PipelineForm = "auto"
     """Order in which the stages of `mesh.pipeline` work. `1f1b`, which `auto` resolves to: each stage has consecutive

@@ -6,6 +6,7 @@ With `latent_dim` (BigMac, arXiv:2502.16927) tokens are narrowed before they tra
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Experts(nnx.Module):
 
         Args:
             enter: function from a part to its normed residual stream and other values; it takes a slot with the router.
-            parts: the parts, of equal shapes.
+            parts: the parts, each with some rows.
             parallel: the forms in which devices share the work.
 
         Returns:
@@ -281,7 +282,8 @@ class _Way:
         def on_device(sums: list[jax.Array], tokens: list[_Tokens], of_experts: Any, of_tokens: Any) -> list[jax.Array]:
             if not self.is_complete:
                 late = self._further_rounds(tokens, self._varying(of_experts, AXES))
-                sums = [own + more for own, more in zip(sums, jnp.split(late, len(sums)), strict=True)]
+                ends = list(itertools.accumulate(map(len, sums)))[:-1]
+                sums = [own + more for own, more in zip(sums, jnp.split(late, ends), strict=True)]
             sums = list(map(self._whole, sums))
             if "ascend" in of_tokens:
                 with jax.named_scope("ascend"):

@@ -4,6 +4,7 @@ XLA by itself starts next to none of a layer's all-to-alls early. Barriers that 
 slot, every part is at another stage of its way.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,9 +38,17 @@ def in_time_slots(stages: Sequence[Stage], parts: Sequence[tuple[Any, Any]], *, 
     return states
 
 
+def part_sizes(rows: int, count: int) -> tuple[int, ...]:
+    """Returns the rows of each of `count` parts of a device's rows. The last part has about half as many as others: what it
+    sends back at the end has no other part's work beside it, and neither has the gradient of that."""
+    last = max(1, rows // (2 * count - 1)) if count > 1 else rows
+    others = count - 1
+    return (*((rows - last) // others + (part < (rows - last) % others) for part in range(others)), last)
+
+
 def split_rows(tree: Any, count: int) -> list[Any]:
-    """Returns `count` trees with parts of each device's rows, in their order; nothing is sent. The first array is [B, ...];
-    arrays without so many rows go to every part."""
+    """Returns `count` trees with parts of each device's rows, in their order and of `part_sizes`; nothing is sent. The first
+    array is [B, ...]; arrays without so many rows go to every part."""
     leaves, structure = jax.tree.flatten(tree)
     cut = [_split(leaf, count) if leaf.shape[:1] == leaves[0].shape[:1] else (leaf,) * count for leaf in leaves]
     return [structure.unflatten([pieces[part] for pieces in cut]) for part in range(count)]
@@ -54,7 +63,11 @@ def _split(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     if count == 1:
         return (x,)
     lies = jax.typeof(x).sharding.spec
-    return jax.shard_map(lambda x: tuple(jnp.split(x, count)), in_specs=lies, out_specs=(lies,) * count)(x)
+
+    def on_device(x: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.split(x, list(itertools.accumulate(part_sizes(len(x), count)))[:-1]))
+
+    return jax.shard_map(on_device, in_specs=lies, out_specs=(lies,) * count)(x)
 
 
 def _joined(*parts: jax.Array) -> jax.Array:

@@ -5,11 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
-from llamajax.parallel.time_slots import in_time_slots, joined_rows, split_rows
+from llamajax.parallel.time_slots import in_time_slots, joined_rows, part_sizes, split_rows
 
 
 def stages(log: list[tuple[int, int]]):
@@ -48,14 +49,22 @@ def test_barriers_hold_what_moves_and_no_result():
     assert not barriers & set(program.jaxpr.outvars)
 
 
-def test_parts_have_equal_shares_of_every_devices_rows():
+@pytest.mark.parametrize(
+    ("rows", "count", "sizes"),
+    [(2, 2, (1, 1)), (4, 2, (3, 1)), (8, 4, (3, 2, 2, 1)), (16, 4, (5, 5, 4, 2)), (3, 3, (1, 1, 1)), (5, 1, (5,))],
+)
+def test_the_last_part_is_the_smallest(rows, count, sizes):
+    assert part_sizes(rows, count) == sizes
+
+
+def test_parts_are_rows_of_every_device():
     mesh = make_mesh(MeshConfig(fsdp=2, sequence=2, tensor=2))
     jax.set_mesh(mesh)
     x = jax.device_put(np.arange(8 * 4).reshape(8, 4), spec("batch", "seq"))
     tree = {"x": x, "z": jax.device_put(np.arange(3), jax.P())}
     parts = jax.jit(lambda tree: split_rows(tree, 2))(tree)
-    np.testing.assert_array_equal(parts[0]["x"], np.asarray(x)[[0, 1, 4, 5]])
-    np.testing.assert_array_equal(parts[1]["x"], np.asarray(x)[[2, 3, 6, 7]])
+    np.testing.assert_array_equal(parts[0]["x"], np.asarray(x)[[0, 1, 2, 4, 5, 6]])
+    np.testing.assert_array_equal(parts[1]["x"], np.asarray(x)[[3, 7]])
     np.testing.assert_array_equal(parts[1]["z"], np.arange(3))
     whole = jax.jit(lambda parts: joined_rows([part["x"] for part in parts]))(parts)
     np.testing.assert_array_equal(whole, x)
