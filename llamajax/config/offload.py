@@ -128,6 +128,8 @@ def offload_problems(
         yield "offload.tiers.nvme_dir: needs the weights on the card; remove it, or set offload.parameters: none"
     if offload.tiers.nvme_dir is not None and offload.activations == "none":
         yield "offload.tiers.nvme_dir: has no effect without offload.activations; name values or auto there, or remove this"
+    if offload.fraction is not None and model.experts.enabled:
+        yield f"offload.fraction: {offload.fraction} parts the tokens, and experts are balanced over all of them; remove it"
     if not offload.names:
         return
     saved = offload.names if model.remat == "auto" else saved_by(model.remat, is_shared=mesh.tensor != 1)

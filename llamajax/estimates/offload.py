@@ -25,6 +25,8 @@ class LayerCosts:
     """Time to recompute each of the `BY_TOKEN` values for all tokens."""
     parting_s: float
     """Time, in each pass, to part the tokens whose values are saved from the others."""
+    is_divisible: bool = True
+    """Whether the `BY_TOKEN` values may be saved for a share of the tokens."""
     weight_bytes: float = 0.0
     """Bytes of the layer's weights that come from host memory in each pass, and of its gradients, which leave for it."""
 
@@ -101,6 +103,8 @@ def hidden_fraction(costs: LayerCosts, limits: Limits, names: tuple[ActivationNa
     of all tokens that may be saved for a share of them, M the host memory, n the layers and s the layers that stay.
     """
     whole, by_token = _away(costs, names)
+    if not costs.is_divisible:
+        return 1.0
     room = min(limits.bandwidth * costs.forward_s, limits.host_bytes / max(1, limits.layers - limits.staying))
     return min(max((room - whole) / by_token, 0.0), 1.0) if by_token else 1.0
 
@@ -114,10 +118,10 @@ def _away(costs: LayerCosts, names: tuple[ActivationName, ...]) -> tuple[float, 
 def _turning_points(costs: LayerCosts, limits: Limits, names: tuple[ActivationName, ...]) -> Iterator[float]:
     """Yields the shares of tokens at which time, as a function of them, has a corner or reaches a limit."""
     yield 1.0
-    yield 0.0
     whole, by_token = _away(costs, names)
-    if not by_token:
+    if not by_token or not costs.is_divisible:
         return
+    yield 0.0
     staying = limits.layers * (sum(costs.sizes.values()) - whole - by_token)
     again_s = sum(costs.again_s[name] for name in names if name in BY_TOKEN)
     parted_forward_s, parted_backward_s = costs.forward_s + costs.parting_s, costs.backward_s + costs.parting_s

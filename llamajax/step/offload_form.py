@@ -252,6 +252,7 @@ def layer_costs(config: Config, axes: Mapping[str, int]) -> LayerCosts:
         sizes=on_card,
         again_s=again_s,
         parting_s=2 * parted / memory,
+        is_divisible=not model.experts.enabled,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from llamajax.config.data import DataConfig, SourceConfig, StageConfig
+from llamajax.config.experts import ExpertsConfig
 from llamajax.config.keys import keys
 from llamajax.config.offload import OffloadConfig, TiersConfig
 from llamajax.config.parallel import AXES, DistributedConfig, MeshConfig, ParallelConfig
@@ -21,6 +22,8 @@ from llamajax.config.training import CheckpointConfig, OptimizerConfig, TrainCon
 from llamajax.config.watch import MetricsConfig, ProfileConfig
 from llamajax.errors import ConfigError
 from tests.config.broken import BROKEN, LLAMA_2_7B, SECTIONS
+
+MIXTRAL = dataclasses.replace(LLAMA_2_7B, experts=ExpertsConfig(num_experts=8))
 
 
 def config(**sections: Any) -> Config:
@@ -73,6 +76,7 @@ def test_every_section_is_tested():
         ({"offload": OffloadConfig(activations=("input", "qkv"))}, "offload.activations"),
         ({"offload": OffloadConfig(activations=("input",)), "mesh": MeshConfig(pipeline=2)}, "offload.activations"),
         ({"offload": OffloadConfig(activations=("input",)), "parallel": ParallelConfig(stack="scan")}, "parallel.stack"),
+        ({"offload": OffloadConfig(activations="auto", fraction=0.5), "model": MIXTRAL}, "offload.fraction"),
         ({"offload": OffloadConfig(tiers=TiersConfig(nvme_dir="d"))}, "offload.tiers.nvme_dir"),
         (
             {"offload": OffloadConfig(activations="auto", optimizer=1.0, parameters="all", tiers=TiersConfig(nvme_dir="d"))},

@@ -1,5 +1,6 @@
 """The choice of what waits in host memory equals a search through all choices, and MEMO's closed form."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -107,6 +108,17 @@ def test_with_enough_memory_the_link_is_the_limit():
     slow = Limits(**{**vars(limits), "bandwidth": 4 * 8 * GIB / 100.0})
     assert hidden_fraction(costs, limits, ("input", "attention", "gate_up")) == 1.0
     assert hidden_fraction(costs, slow, ("input", "attention", "gate_up")) == pytest.approx((4 - 2) / 14)
+
+
+def test_values_of_all_tokens_or_none_wait_where_tokens_cannot_be_parted():
+    costs, limits = memos_layer(2048 * GIB)
+    whole = dataclasses.replace(costs, is_divisible=False)
+    assert hidden_fraction(whole, limits, ("input", "attention", "gate_up")) == 1.0
+    assert best(whole, limits) is None
+    roomy = Limits(**{**vars(limits), "host_bytes": 10_000 * GIB, "card_bytes": 300 * GIB})
+    found = best(whole, roomy)
+    assert found is not None
+    assert found.fraction == 1.0
 
 
 def test_where_all_fits_nothing_is_sent():
