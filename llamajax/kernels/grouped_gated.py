@@ -70,8 +70,7 @@ def hidden_layer(
         rounded = [product.astype(h.dtype) for product in products]
         for part, own in enumerate(rounded):
             tile.store(h, own, part, gates)
-        of_rows = triton.load(weights.at[tile.row])
-        tile.store(hidden, activated(of_rows, *(own.astype(jnp.float32) for own in rounded)))
+        tile.store(hidden, activated(tile.of_rows(weights), *(own.astype(jnp.float32) for own in rounded)))
 
     places, width = len(padded(groups.order)), w.shape[2]
     results = [((places, width), x.dtype), ((places, width // gates), x.dtype)]
@@ -108,19 +107,17 @@ def hidden_gradients(
 
     def finish(tile: Tile, products: Sequence[jax.Array], others: Sequence[Any], results: Sequence[Any]) -> None:
         (d_hidden,), (h, weights), (d_h, hidden, d_weights) = products, others, results
-        of_rows = triton.load(weights.at[tile.row])
-        own, pull_back = jax.vjp(
-            activated, of_rows, *(tile.load(h, part, gates).astype(jnp.float32) for part in range(gates))
-        )
+        rounded = [tile.load(h, part, gates).astype(jnp.float32) for part in range(gates)]
+        own, pull_back = jax.vjp(activated, tile.of_rows(weights), *rounded)
         tile.store(hidden, own)
-        d_of_rows, *d_own = pull_back(d_hidden)
-        for part, d in enumerate(d_own):
+        sums, *d_rounded = pull_back(d_hidden)
+        for part, d in enumerate(d_rounded):
             tile.store(d_h, d, part, gates)
-        triton.store(d_weights.at[tile.place, tile.number], d_of_rows, mask=tile.is_own)
+        triton.store(d_weights.at[tile.place, tile.number], sums, mask=tile.is_own)
 
-    # A sum over a tile's columns each, so that sums have one order.
-    sums = (places, num_tiles(F, _TURNS)), jnp.float32
-    results = [(h.shape, h.dtype), ((places, F), h.dtype), sums]
+    # Each tile writes its own sums over columns, which are then added up in one order.
+    of_tiles = (places, num_tiles(F, _TURNS)), jnp.float32
+    results = [(h.shape, h.dtype), ((places, F), h.dtype), of_tiles]
     d_h, hidden, d_weights = multiply(
         "grouped_rows_gradient",
         finish,

@@ -78,6 +78,10 @@ class Tile(NamedTuple):
     is_column: Bool[Array, "columns"] | None
     """Whether the column is within the matrix; None: all are."""
 
+    def of_rows(self, array: Any) -> Float[Array, "rows"]:
+        """Loads a number of each row from an array [R]."""
+        return triton.load(array.at[self.row])
+
     def load(self, array: Any, part: int = 0, parts: int = 1) -> Float[Array, "rows columns"]:
         """Loads the expert's numbers from the columns of a part of an array [P, parts columns]; others are zeros."""
         return _load((array,), self.place, self._column(array, part, parts), self.is_own, self.is_column)
@@ -160,7 +164,7 @@ def multiply(
     turns: int = 1,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Multiplies rows by their expert's matrix, as `times` does. Returns the arrays that `finish` stores.
+    """Multiplies rows by their expert's matrix, as `times` does, and returns the arrays that `finish` stores.
 
     Args:
         name: the kernel's name, which the cost model knows.
