@@ -17,8 +17,9 @@ from llamajax.kernels.grouped_pallas import Tile, multiply, num_tiles, padded
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import Float8
 
-_TURNS = 2
-"""Halves of a tile whose gradients a program computes in turn: a whole one needs more registers than a thread has."""
+_TURNS = {4: 4, 2: 2}
+"""Parts of a tile whose gradients a program computes in turn, by the bytes of a number: threads lack registers for a whole
+tile."""
 
 
 class Gradients(NamedTuple):
@@ -38,6 +39,12 @@ def activated(
     """Returns the hidden layer of rows with these weights: SwiGLU, or SiLU without `up`."""
     hidden = jax.nn.silu(gate) * weights[:, None]
     return hidden * up[0] if up else hidden
+
+
+def _silu_and_slope(x: Float32[Array, "n F"]) -> tuple[Float32[Array, "n F"], Float32[Array, "n F"]]:
+    sigmoid = jax.nn.sigmoid(x)
+    silu = x * sigmoid
+    return silu, sigmoid + silu * (1 - sigmoid)
 
 
 def hidden_layer(
@@ -103,20 +110,23 @@ def hidden_gradients(
         ConfigError: an array in float8 is too large.
     """
     (places, width), F = h.shape, w.shape[1]
-    gates = width // F
+    gates, turns = width // F, _TURNS[h.dtype.itemsize]
 
     def finish(tile: Tile, products: Sequence[jax.Array], others: Sequence[Any], results: Sequence[Any]) -> None:
         (d_hidden,), (h, weights), (d_h, hidden, d_weights) = products, others, results
-        rounded = [tile.load(h, part, gates).astype(jnp.float32) for part in range(gates)]
-        own, pull_back = jax.vjp(activated, tile.of_rows(weights), *rounded)
-        tile.store(hidden, own)
-        sums, *d_rounded = pull_back(d_hidden)
-        for part, d in enumerate(d_rounded):
-            tile.store(d_h, d, part, gates)
-        triton.store(d_weights.at[tile.place, tile.number], sums, mask=tile.is_own)
+        # By hand and in this order, because jax's pull-back of `activated` keeps more numbers than a thread has registers.
+        silu, slope = _silu_and_slope(tile.load(h, 0, gates).astype(jnp.float32))
+        up = tile.load(h, 1, gates).astype(jnp.float32) if gates == 2 else 1.0
+        of_rows, product = tile.of_rows(weights)[:, None], silu * up
+        triton.store(d_weights.at[tile.place, tile.number], jnp.sum(d_hidden * product, axis=1), mask=tile.is_own)
+        tile.store(hidden, product * of_rows)
+        by_row = d_hidden * of_rows
+        if gates == 2:
+            tile.store(d_h, by_row * silu, 1, gates)
+        tile.store(d_h, by_row * slope * up, 0, gates)
 
     # Each tile writes its own sums over columns, which are then added up in one order.
-    of_tiles = (places, num_tiles(F, _TURNS)), jnp.float32
+    of_tiles = (places, num_tiles(F, turns)), jnp.float32
     results = [(h.shape, h.dtype), ((places, F), h.dtype), of_tiles]
     d_h, hidden, d_weights = multiply(
         "grouped_rows_gradient",
@@ -129,7 +139,7 @@ def hidden_gradients(
         weights,
         is_named=True,
         transposed=True,
-        turns=_TURNS,
+        turns=turns,
         interpret=interpret,
     )
     return Gradients(d_h, hidden, jnp.sum(d_weights, axis=1))

@@ -193,7 +193,7 @@ def multiply(
 
 def num_tiles(num_columns: int, turns: int) -> int:
     """Returns the number of tiles that `multiply` finishes along the columns of a matrix of one part."""
-    return turns * pl.cdiv(num_columns, turns * _columns(num_columns, turns))
+    return pl.cdiv(num_columns, _columns(num_columns, turns))
 
 
 def _columns(num_columns: int, products: int) -> int:
@@ -309,8 +309,12 @@ def _times(
         zeros = [jnp.zeros((_ROWS, columns), jnp.float32)] * (parts * turns)
         totals = jax.lax.fori_loop(0, pl.cdiv(K, inner), add, zeros)
         for turn, (number, *of_tile) in enumerate(zip(numbers, of_columns, are_columns, strict=True)):
-            products = [total * scale[0] for total in totals[turn * parts : (turn + 1) * parts]]
-            finish(Tile(place, row, is_own, number, *of_tile), products, refs[:num_others], refs[num_others:])
+            of_turn = Tile(place, row, is_own, number, *of_tile), totals[turn * parts : (turn + 1) * parts]
+
+            # The last turns may lie beyond the columns. The condition also keeps a turn's loads out of the turn before it.
+            @pl.when(number * columns < num_columns)
+            def _(own: tuple[Tile, list[jax.Array]] = of_turn) -> None:
+                finish(own[0], [total * scale[0] for total in own[1]], refs[:num_others], refs[num_others:])
 
 
 def _weight_gradients(
