@@ -94,13 +94,13 @@ def _forward(
 
 def _backward(form: Form, kept: Any, dy: jax.Array) -> tuple[jax.Array | None, ...]:
     rows, trains_out_of, weights, h, into, out_of, groups = kept
-    dy = _rounded(dy, out_of, groups, at_rows=True, is_gradient=True)
-    d_h, hidden, d_places = _hidden_gradients(form, dy, out_of, h, weights, groups)
+    d_rows = _rounded(dy, out_of, groups, at_rows=True, is_gradient=True)
+    d_h, hidden, d_places = _hidden_gradients(form, d_rows, out_of, h, weights, groups)
     d_weights = jnp.where(groups.is_row, d_places[groups.place], 0.0)
     d_out_of = d_into = None
     if trains_out_of is not None:
         hidden = _rounded(hidden, out_of, groups, at_rows=False)
-        d_out_of = _weight_gradients(form, hidden, dy, groups, "out")
+        d_out_of = _weight_gradients(form, hidden, d_rows, groups, "out")
     d_h = _rounded(d_h, into, groups, at_rows=False, is_gradient=True)
     d_x = _times(form, d_h, into, groups, "out", transposed=True)
     if rows is not None:

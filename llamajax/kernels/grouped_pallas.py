@@ -287,7 +287,10 @@ def _times(
         row = triton.load(order.at[pl.ds(first, _ROWS)])
         is_own = (place >= bounds[own]) & (place < bounds[own + 1])
         of_columns = [number * columns + jnp.arange(columns) for number in numbers]
-        are_columns = [None if is_even else column < num_columns for column in of_columns]
+        tiles = [
+            Tile(place, row, is_own, number, column, None if is_even else column < num_columns)
+            for number, column in zip(numbers, of_columns, strict=True)
+        ]
 
         def add(step: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
             entry = step * inner + jnp.arange(inner)
@@ -299,22 +302,18 @@ def _times(
                     return _load((w, own), column, entry, is_column, is_entry).T
                 return _load((w, own), entry, column, is_entry, is_column)
 
-            wanted = [
-                (column + part * num_columns, is_column)
-                for column, is_column in zip(of_columns, are_columns, strict=True)
-                for part in range(parts)
-            ]
+            wanted = [(one.column + part * num_columns, one.is_column) for one in tiles for part in range(parts)]
             return [total + dot(a, factor(*columns)) for columns, total in zip(wanted, totals, strict=True)]
 
         zeros = [jnp.zeros((_ROWS, columns), jnp.float32)] * (parts * turns)
         totals = jax.lax.fori_loop(0, pl.cdiv(K, inner), add, zeros)
-        for turn, (number, *of_tile) in enumerate(zip(numbers, of_columns, are_columns, strict=True)):
-            of_turn = Tile(place, row, is_own, number, *of_tile), totals[turn * parts : (turn + 1) * parts]
+        for turn, one in enumerate(tiles):
+            products = totals[turn * parts : (turn + 1) * parts]
 
             # The last turns may lie beyond the columns. The condition also keeps a turn's loads out of the turn before it.
-            @pl.when(number * columns < num_columns)
-            def _(own: tuple[Tile, list[jax.Array]] = of_turn) -> None:
-                finish(own[0], [total * scale[0] for total in own[1]], refs[:num_others], refs[num_others:])
+            @pl.when(one.number * columns < num_columns)
+            def _(one: Tile = one, products: list[jax.Array] = products) -> None:
+                finish(one, [product * scale[0] for product in products], refs[:num_others], refs[num_others:])
 
 
 def _weight_gradients(

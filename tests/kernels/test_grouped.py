@@ -200,7 +200,7 @@ def test_products_in_float8_are_those_of_rounded_factors(kernel: ExpertKernel):
     def run(x: jax.Array, weights: jax.Array, d: jax.Array, matrices: tuple[Float8, Float8], groups: Groups) -> Any:
         def of(x: jax.Array, weights: jax.Array, *stand_ins: jax.Array) -> jax.Array:
             own = [dataclasses.replace(w, stand_in=stand_in) for w, stand_in in zip(matrices, stand_ins, strict=True)]
-            return experts_on_rows(x, weights, groups, *own, kernel)
+            return experts_on_rows(x, weights, groups, own[0], own[1], kernel)
 
         y, pull_back = jax.vjp(of, x, weights, *(jnp.zeros(w.shape) for w in matrices))
         return y, *pull_back(d)
