@@ -2,10 +2,10 @@
 
     python scripts/bench_grouped.py [--models qwen3_30b_a3b,mixtral_8x7b] [--rows 128,512,2048,8192] [--json FILE]
 
-Measures both products of one layer's experts, into their hidden layers and out of them, with random bfloat16 numbers:
-the 16 experts of Qwen3-30B-A3B that a GPU among eight has, and Mixtral's eight on one GPU. `rows` is the mean number of
-tokens per expert; every expert has another number, and tokens lie in random order. `dense` multiplies as many tokens by a
-single matrix, which no kernel in 16 bits can beat. Kernels are called as training calls them (`model.experts.kernel`) and
+Measures one layer's experts, the products into their hidden layers and out of them with SwiGLU between, with random
+bfloat16 numbers: the 16 experts of Qwen3-30B-A3B that a GPU among eight has, and Mixtral's eight on one GPU. `rows` is the
+mean number of tokens per expert; every expert has another number, and tokens lie in random order. `dense` is one expert that
+computes as many tokens, by XLA's own products. Kernels are called as training calls them (`model.experts.kernel`) and
 alternate in order (A B B A). For each pass alone the table shows the median of the rounds in ms; `spread`, the distance of
 their quartiles as a share of the median; `tflops`; `of peak`, their share of the data sheet's 16-bit peak, for float8 too;
 and `of dense`, the speed as a share of `dense`. A backward pass has twice the products.
@@ -35,7 +35,7 @@ from rich.table import Table
 from llamajax.errors import UserError
 from llamajax.estimates.gpus import find_gpu
 from llamajax.kernels.choice import GroupedSite, compute_capability, grouped_obstacle, is_on_gpu
-from llamajax.kernels.grouped import grouped_form, groups_to_rows, rows_to_groups
+from llamajax.kernels.grouped import experts_on_rows
 from llamajax.kernels.grouped_pallas import padded
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import E4M3, LEAST_CAPABILITY, Float8, rounded
@@ -88,35 +88,34 @@ def random_groups(shape: Shape, rows: int) -> Groups:
 
 
 class Operands(NamedTuple):
-    """Factors of both products, and the gradients of their results."""
+    """What a layer's experts compute with, and the gradient of their results."""
 
     x: jax.Array
     """Tokens [R, I], in any order."""
-    h: jax.Array
-    """Hidden values [M, F], expert after expert."""
+    weights: jax.Array
+    """Factor of each token's result [R], in float32."""
     w_in: Any
-    """Matrices [E, I, 2 F]."""
+    """Matrices [E, I, 2, F]."""
     w_out: Any
     """Matrices [E, F, I]."""
-    d_hidden: jax.Array
-    """Gradient of the products with `w_in`, expert after expert."""
     d_out: jax.Array
-    """Gradient of the products with `w_out`, at the tokens' rows."""
+    """Gradient of the results [R, I], at the tokens' rows."""
 
 
 def random_operands(shape: Shape, groups: Groups) -> Operands:
-    rows, places, (E, width, hidden) = len(groups.is_row), len(groups.order), shape
-    dims = (rows, width), (places, hidden), (E, width, 2 * hidden), (E, hidden, width), (places, 2 * hidden), (rows, width)
-    return Operands(*(jax.random.normal(jax.random.key(seed), own, jnp.bfloat16) for seed, own in enumerate(dims)))
+    rows, (E, width, hidden) = len(groups.is_row), shape
+    dims = (rows, width), (rows,), (E, width, 2, hidden), (E, hidden, width), (rows, width)
+    drawn = Operands(*(jax.random.normal(jax.random.key(seed), own, jnp.bfloat16) for seed, own in enumerate(dims)))
+    return drawn._replace(weights=drawn.weights.astype(jnp.float32))
 
 
 def operands_of(kernel: str, operands: Operands, num_tokens: int) -> Operands:
     """Returns what a kernel of `KERNELS` multiplies."""
+    x, weights, w_in, w_out, d_out = operands
     if kernel == "dense":
-        x, h, w_in, w_out, d_hidden, d_out = operands
-        return Operands(x[:num_tokens], h[:num_tokens], w_in[0], w_out[0], d_hidden[:num_tokens], d_out[:num_tokens])
+        return Operands(x[:num_tokens], weights[:num_tokens], w_in[0], w_out[0], d_out[:num_tokens])
     if "float8" in kernel:
-        return operands._replace(w_in=_in_float8(operands.w_in), w_out=_in_float8(operands.w_out))
+        return operands._replace(w_in=_in_float8(w_in), w_out=_in_float8(w_out))
     return operands
 
 
@@ -124,42 +123,44 @@ def _in_float8(w: jax.Array) -> Float8:
     return dataclasses.replace(jax.jit(partial(rounded, form=E4M3))(w), stand_in=jnp.zeros_like(w))
 
 
-def products(kernel: str, groups: Groups, x: jax.Array, h: jax.Array, w_in: Any, w_out: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both products by a kernel of `KERNELS`, or by the `definition`."""
+def layer(kernel: str, groups: Groups, x: jax.Array, weights: jax.Array, w_in: Any, w_out: Any) -> jax.Array:
+    """Returns the experts' results by a kernel of `KERNELS`, or by the `definition`."""
     if kernel == "dense":
-        return x @ w_in, h @ w_out
+        return of_expert(x, weights, w_in, w_out)
     if kernel == "definition":
-        return by_definition(groups, x, h, w_in, w_out)
+        return by_definition(groups, x, weights, w_in, w_out)
     asked: Any = kernel.split()[0]
-    form = grouped_form(asked, w_in, w_out)
-    return rows_to_groups(form, x, w_in, groups), groups_to_rows(form, h, w_out, groups)
+    return experts_on_rows(x, weights, groups, w_in, w_out, asked)
 
 
-def by_definition(
-    groups: Groups, x: jax.Array, h: jax.Array, w_in: jax.Array, w_out: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the products of all tokens with every expert's matrix, added up where it is their own."""
-    expert = jnp.searchsorted(jnp.cumsum(groups.sizes), jnp.arange(len(h)), side="right")
+def of_expert(x: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    """Returns the results of one expert for all tokens."""
+    gate, up = jnp.split((x @ w_in.reshape(len(w_in), -1)).astype(jnp.float32), 2, axis=1)
+    hidden = jax.nn.silu(gate) * up * weights[:, None]
+    return hidden.astype(x.dtype) @ w_out
 
-    def add(sums: tuple[jax.Array, jax.Array], own: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
-        number, w_in, w_out = own
-        is_own = (expert == number)[:, None]
-        hidden, out = jnp.where(is_own, x[groups.order], 0) @ w_in, jnp.where(is_own, h, 0) @ w_out
-        return (sums[0] + hidden, sums[1] + out), None
 
-    zeros = jnp.zeros((len(h), w_in.shape[2]), x.dtype), jnp.zeros((len(h), w_out.shape[2]), x.dtype)
-    (hidden, out), _ = jax.lax.scan(add, zeros, (jnp.arange(len(w_in)), w_in, w_out))
-    return hidden, jnp.where(groups.is_row[:, None], out[groups.place], 0)
+def by_definition(groups: Groups, x: jax.Array, weights: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    """Returns the results of every expert for all tokens, added up where it is their own."""
+    expert = jnp.searchsorted(jnp.cumsum(groups.sizes), groups.place, side="right")
+
+    @jax.checkpoint
+    def add(total: jax.Array, own: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        number, *matrices = own
+        is_own = (expert == number) & groups.is_row
+        return total + jnp.where(is_own[:, None], of_expert(x, weights, *matrices), 0), None
+
+    return jax.lax.scan(add, jnp.zeros_like(x), (jnp.arange(len(w_in)), w_in, w_out))[0]
 
 
 def compiled(kernel: str, groups: Groups, operands: Operands) -> dict[str, jax.stages.Compiled]:
     """Compiles a program of groups and operands for each pass; arrays may be given as shapes."""
 
     def forward(groups: Groups, operands: Operands) -> Any:
-        return products(kernel, groups, *operands[:4])
+        return layer(kernel, groups, *operands[:4])
 
     def backward(groups: Groups, operands: Operands) -> Any:
-        gradients = jax.vjp(partial(products, kernel, groups), *operands[:4])[1](operands[4:])
+        gradients = jax.vjp(partial(layer, kernel, groups), *operands[:4])[1](operands.d_out)
         return [own.stand_in if isinstance(own, Float8) else own for own in gradients]
 
     on_device = partial(jax.shard_map, in_specs=P(), out_specs=P(), check_vma=False)
@@ -220,14 +221,9 @@ def measure(case: Case, shape: Shape, size: Size, peak: float | None, *, timed: 
 
 def results(groups: Groups, ways: Mapping[str, Callable[[], Any]]) -> list[np.ndarray]:
     """Returns the arrays of both passes, with zeros for rows of no expert."""
-    is_place = (jnp.arange(len(groups.order)) < jnp.sum(groups.sizes))[:, None]
-    is_row = groups.is_row[:, None]
-    known = {"forward": (is_place, is_row), "backward": (is_row, is_place, True, True)}
-    return [
-        np.asarray(jnp.where(where, own, 0), np.float32)
-        for way, call in ways.items()
-        for own, where in zip(call(), known[way], strict=True)
-    ]
+    d_x, *gradients = ways["backward"]()
+    of_rows = [jnp.where(groups.is_row[:, None], own, 0) for own in (ways["forward"](), d_x)]
+    return [np.asarray(own, np.float32) for own in (*of_rows, *gradients)]
 
 
 _FORMS: dict[str, Callable[[Any], str]] = {"error": "{:.1e}".format}

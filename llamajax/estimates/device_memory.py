@@ -188,7 +188,7 @@ def saved_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[dict[Activatio
 
 def _saved_by_mlp(config: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     """Returns the numbers per token, averaged over layers, that a layer's MLP saves on a device: of gate and up, and, if it
-    saves everything, of the blocks that carry tokens to experts and of the experts' hidden states."""
+    saves everything, of the blocks that carry tokens to experts. What experts compute from gates is computed again."""
     model, tensor, own = config.model, mesh["tensor"], config.model.experts
     dense = 2.0 * (model.mlp_dim // tensor)
     if not own.enabled:
@@ -197,8 +197,7 @@ def _saved_by_mlp(config: Config, mesh: Mapping[str, int]) -> tuple[float, float
     share = len(own.dense_layers(model.num_layers)) / model.num_layers
     hidden = way.places * (own.mlp_dim or model.mlp_dim) / tokens
     gate_up = own.num_gates * hidden + 2 * own.shared_mlp_dim / tensor
-    others = way.rows * way.width / tokens + hidden
-    return share * dense + (1 - share) * gate_up, (1 - share) * others
+    return share * dense + (1 - share) * gate_up, (1 - share) * way.rows * way.width / tokens
 
 
 def host_bytes(config: Config, mesh: Mapping[str, int]) -> int:

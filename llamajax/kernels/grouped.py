@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from llamajax.config.experts import ExpertKernel
-from llamajax.kernels import grouped_pallas, grouped_sorted
+from llamajax.kernels import grouped_gated, grouped_pallas, grouped_sorted
 from llamajax.kernels.choice import GroupedSite, choose_grouped, compute_capability, is_on_gpu
 from llamajax.kernels.grouped_pallas import Named
 from llamajax.parallel.dispatch import Groups
@@ -51,65 +51,80 @@ def experts_on_rows(
         w_down: matrices out of them.
         kernel: see `ExpertsConfig.kernel`.
     """
-    (*_, A, F), form = w_gate_up.shape, grouped_form(kernel, w_gate_up, w_down)
+    form = grouped_form(kernel, w_gate_up, w_down)
     if form in ("pallas", "interpreted"):
         groups = groups._replace(order=grouped_pallas.padded(groups.order))
-    joined = jax.tree.map(lambda w: w.reshape(*w.shape[:2], A * F) if w.ndim == 4 else w, w_gate_up)
-    h = checkpoint_name(rows_to_groups(form, x, joined, groups), "gate_up")
-    gate, up = h[:, :F], h[:, F:]
-    hidden = jax.nn.silu(gate) * up if A == 2 else jax.nn.silu(gate)
-    hidden = hidden.astype(jnp.float32) * in_order(weights, groups)[:, None]
-    return groups_to_rows(form, hidden.astype(h.dtype), w_down, groups)
+    joined = jax.tree.map(lambda w: w.reshape(*w.shape[:2], -1) if w.ndim == 4 else w, w_gate_up)
+    return _experts(form, x, weights, *differentiable(joined), *differentiable(w_down), groups)
 
 
-@jax.custom_vjp
-def in_order(x: Float32[Array, "R"], groups: Groups) -> Float32[Array, "M"]:
-    """Returns the rows' numbers, expert after expert."""
-    return x[groups.order]
+# `into` and `out_of` are the factors and have no gradient; their stand-ins receive the matrices' gradients.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _experts(
+    form: Form,
+    x: jax.Array,
+    weights: jax.Array,
+    into: Factor,
+    into_stand_in: jax.Array | None,
+    out_of: Factor,
+    out_of_stand_in: jax.Array | None,
+    groups: Groups,
+) -> jax.Array:
+    return _forward(form, x, weights, into, into_stand_in, out_of, out_of_stand_in, groups)[0]
 
 
-def _in_order_back(groups: Groups, d: jax.Array) -> tuple[jax.Array, None]:
-    return jnp.where(groups.is_row, d[groups.place], 0.0), None
-
-
-in_order.defvjp(lambda x, groups: (in_order(x, groups), groups), _in_order_back)
-
-
-def rows_to_groups(
-    form: Form, x: Float[Array, "R I"], w: Float[Array, "E I F"] | Float8, groups: Groups
-) -> Float[Array, "M F"]:
-    """Returns the products of rows with their expert's matrix, expert after expert, in x's dtype."""
-    return _products(form, "x", x, *differentiable(w), groups)
-
-
-def groups_to_rows(
-    form: Form, h: Float[Array, "M F"], w: Float[Array, "E F I"] | Float8, groups: Groups
-) -> Float[Array, "R I"]:
-    """Returns the products of rows that lie expert after expert, each at its row, in h's dtype."""
-    return _products(form, "out", h, *differentiable(w), groups)
-
-
-# `w` is the factor and has no gradient; `stand_in` receives the matrices' gradient.
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _products(form: Form, named: Named, x: jax.Array, w: Factor, stand_in: jax.Array | None, groups: Groups) -> jax.Array:
-    return _products_forward(form, named, x, w, stand_in, groups)[0]
-
-
-def _products_forward(
-    form: Form, named: Named, x: jax.Array, w: Factor, stand_in: jax.Array | None, groups: Groups
+def _forward(
+    form: Form,
+    x: jax.Array,
+    weights: jax.Array,
+    into: Factor,
+    into_stand_in: jax.Array | None,
+    out_of: Factor,
+    out_of_stand_in: jax.Array | None,
+    groups: Groups,
 ) -> tuple[jax.Array, Any]:
-    factor = _rounded(x, w, groups, at_rows=named == "x")
-    return _times(form, factor, w, groups, named), (None if stand_in is None else factor, w, groups)
+    rows, gates = _rounded(x, into, groups, at_rows=True), into.shape[2] // out_of.shape[1]
+    h, hidden = _hidden_layer(form, rows, into, weights, groups, gates)
+    h = checkpoint_name(h, "gate_up")
+    y = _times(form, _rounded(hidden, out_of, groups, at_rows=False), out_of, groups, "out")
+    # What has no gradient is None; an empty tuple says that another one is wanted, because jax keeps arrays alone.
+    wanted = None if into_stand_in is None else rows, None if out_of_stand_in is None else ()
+    return y, (*wanted, weights, h, into, out_of, groups)
 
 
-def _products_backward(form: Form, named: Named, kept: Any, d: jax.Array) -> tuple[jax.Array, None, jax.Array | None, None]:
-    x, w, groups = kept
-    d_factor = _rounded(d, w, groups, at_rows=named == "out", is_gradient=True)
-    d_x = _times(form, d_factor, w, groups, "out" if named == "x" else "x", transposed=True)
-    return d_x, None, None if x is None else _weight_gradients(form, x, d_factor, groups, named), None
+def _backward(form: Form, kept: Any, dy: jax.Array) -> tuple[jax.Array | None, ...]:
+    rows, trains_out_of, weights, h, into, out_of, groups = kept
+    d_rows = _rounded(dy, out_of, groups, at_rows=True, is_gradient=True)
+    d_h, hidden, d_places = _hidden_gradients(form, d_rows, out_of, h, weights, groups)
+    d_weights = jnp.where(groups.is_row, d_places[groups.place], 0.0)
+    d_out_of = d_into = None
+    if trains_out_of is not None:
+        hidden = _rounded(hidden, out_of, groups, at_rows=False)
+        d_out_of = _weight_gradients(form, hidden, d_rows, groups, "out")
+    d_h = _rounded(d_h, into, groups, at_rows=False, is_gradient=True)
+    d_x = _times(form, d_h, into, groups, "out", transposed=True)
+    if rows is not None:
+        d_into = _weight_gradients(form, rows, d_h, groups, "x")
+    return d_x, d_weights, None, d_into, None, d_out_of, None
 
 
-_products.defvjp(_products_forward, _products_backward)
+_experts.defvjp(_forward, _backward)
+
+
+def _hidden_layer(
+    form: Form, x: Factor, w: Factor, weights: jax.Array, groups: Groups, gates: int
+) -> tuple[jax.Array, jax.Array]:
+    if form in ("plain", "tokamax"):
+        return grouped_sorted.hidden_layer(form, x, w, weights, groups, gates=gates)
+    return grouped_gated.hidden_layer(x, w, weights, groups, gates=gates, interpret=form == "interpreted")
+
+
+def _hidden_gradients(
+    form: Form, dy: Factor, w: Factor, h: jax.Array, weights: jax.Array, groups: Groups
+) -> grouped_gated.Gradients:
+    if form in ("plain", "tokamax"):
+        return grouped_sorted.hidden_gradients(form, dy, w, h, weights, groups)
+    return grouped_gated.hidden_gradients(dy, w, h, weights, groups, interpret=form == "interpreted")
 
 
 def _rounded(x: jax.Array, w: Factor, groups: Groups, *, at_rows: bool, is_gradient: bool = False) -> Factor:

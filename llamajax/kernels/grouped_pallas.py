@@ -8,7 +8,7 @@ for each of its tiles, over its expert's rows, so sums have one order. Widths ne
 All functions run on one device, within `shard_map`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llamajax.errors import ConfigError
 from llamajax.kernels.choice import HOPPER, compute_capability
@@ -64,6 +64,47 @@ def _bounds(sizes: Int32[Array, "E"]) -> Int32[Array, "E+1"]:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32)])
 
 
+class Tile(NamedTuple):
+    """Places and columns that a program computes. Stores at places or columns beyond the expert's are masked."""
+
+    place: Int32[Array, "rows"]
+    row: Int32[Array, "rows"]
+    """Row that `Groups.order` names for each place."""
+    is_own: Bool[Array, "rows"]
+    """Whether the expert has a row at the place."""
+    number: Int32[Array, ""]
+    """Number of the tile among those of a row."""
+    column: Int32[Array, "columns"]
+    is_column: Bool[Array, "columns"] | None
+    """Whether the column is within the matrix; None: all are."""
+
+    def of_rows(self, array: Any) -> Float[Array, "rows"]:
+        """Loads a number of each row from an array [R]."""
+        return triton.load(array.at[self.row])
+
+    def load(self, array: Any, part: int = 0, parts: int = 1) -> Float[Array, "rows columns"]:
+        """Loads the expert's numbers from the columns of a part of an array [P, parts columns]; others are zeros."""
+        return _load((array,), self.place, self._column(array, part, parts), self.is_own, self.is_column)
+
+    def store(self, array: Any, values: Float[Array, "rows columns"], part: int = 0, parts: int = 1) -> None:
+        """Stores the expert's numbers where `load` finds them, in the array's dtype."""
+        self.store_at(array, self.place, values, self._column(array, part, parts))
+
+    def store_at(
+        self, array: Any, row: Int32[Array, "rows"], values: Float[Array, "rows columns"], column: Int32[Array, "columns"]
+    ) -> None:
+        """Stores the expert's numbers at rows and columns of an array, in its dtype."""
+        mask = _mask(values.shape, self.is_own, self.is_column)
+        triton.store(array.at[row[:, None], column[None, :]], values.astype(array.dtype), mask=mask)
+
+    def _column(self, array: Any, part: int, parts: int) -> Int32[Array, "columns"]:
+        return self.column + part * (array.shape[1] // parts)
+
+
+Finish = Callable[[Tile, Sequence[Float32[Array, "rows columns"]], Sequence[Any], Sequence[Any]], None]
+"""Stores the results of a tile from its products, of each part of the matrix; then follow further arguments and results."""
+
+
 def times(
     x: Float[Array, "R K"] | Float8,
     w: Float[Array, "E _ _"] | Float8,
@@ -86,12 +127,77 @@ def times(
     Raises:
         ConfigError: an array in float8 is too large.
     """
-    N, order = w.shape[1 if transposed else 2], padded(groups.order)
-    own, columns = visits(groups.sizes, len(order)), _tile(N, _COLUMNS)
-    kernel = partial(_times, columns=columns, transposed=transposed, named=named)
-    num_rows = len(groups.is_row) if named == "out" else len(order)
-    grid = pl.cdiv(N, columns), len(own.tile)
-    return _call(kernel, grid, (num_rows, N), (*own, order), x, w, name="grouped_rows", interpret=interpret)
+    num_rows = len(groups.is_row) if named == "out" else len(padded(groups.order))
+
+    def finish(tile: Tile, products: Sequence[jax.Array], _: Sequence[Any], results: Sequence[Any]) -> None:
+        (product,), (out,) = products, results
+        # Interpreted, a masked store puts old values back, so a place without an expert must not name another's row.
+        to = jnp.where(tile.is_own, tile.row, out.shape[0]) if named == "out" else tile.place
+        tile.store_at(out, to, product, tile.column)
+
+    shape = num_rows, w.shape[1 if transposed else 2]
+    (out,) = multiply(
+        "grouped_rows",
+        finish,
+        x,
+        w,
+        groups,
+        [(shape, x.dtype)],
+        is_named=named == "x",
+        transposed=transposed,
+        interpret=interpret,
+    )
+    return out
+
+
+def multiply(
+    name: str,
+    finish: Finish,
+    x: Float[Array, "R K"] | Float8,
+    w: Float[Array, "E _ _"] | Float8,
+    groups: Groups,
+    results: Sequence[tuple[tuple[int, ...], DTypeLike]],
+    *others: jax.Array,
+    is_named: bool,
+    transposed: bool = False,
+    parts: int = 1,
+    turns: int = 1,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Multiplies rows by their expert's matrix, as `times` does, and returns the arrays that `finish` stores.
+
+    Args:
+        name: the kernel's name, which the cost model knows.
+        finish: see `Finish`.
+        x: see `times`.
+        w: see `times`.
+        groups: rows of each expert.
+        results: shapes and dtypes of the results.
+        others: further arguments of `finish`.
+        is_named: whether the rows of x lie at `order`; otherwise they lie expert after expert.
+        transposed: whether rows are multiplied by the transposed matrices.
+        parts: number of equal parts of the matrices' columns; each program computes the same columns of all.
+        turns: number of tiles side by side that a program computes at once and finishes in turn, in fewer registers.
+        interpret: see `times`.
+
+    Raises:
+        ConfigError: an array in float8 is too large.
+    """
+    N, order = w.shape[1 if transposed else 2] // parts, padded(groups.order)
+    own, columns = visits(groups.sizes, len(order)), _columns(N, parts * turns)
+    sizes = {"num_others": len(others), "num_columns": N, "columns": columns, "parts": parts, "turns": turns}
+    kernel = partial(_times, finish=finish, transposed=transposed, is_named=is_named, **sizes)
+    grid = pl.cdiv(N, columns * turns), len(own.tile)
+    return _call(kernel, grid, results, (*own, order), (x, w), others, name=name, interpret=interpret)
+
+
+def num_tiles(num_columns: int, turns: int) -> int:
+    """Returns the number of tiles that `multiply` finishes along the columns of a matrix of one part."""
+    return pl.cdiv(num_columns, _columns(num_columns, turns))
+
+
+def _columns(num_columns: int, products: int) -> int:
+    return _tile(num_columns, _COLUMNS // products)
 
 
 def weight_gradients(
@@ -108,20 +214,25 @@ def weight_gradients(
     height, width = _tile(K, _COLUMNS), _tile(N, _COLUMNS)
     kernel = partial(_weight_gradients, height=height, width=width, named=named)
     grid, indices = (pl.cdiv(N, width), pl.cdiv(K, height), E), (_bounds(groups.sizes), padded(groups.order))
-    return _call(kernel, grid, (E, K, N), indices, x, dy, name="grouped_weights", interpret=interpret)
+    (gradient,) = _call(
+        kernel, grid, [((E, K, N), x.dtype)], indices, (x, dy), (), name="grouped_weights", interpret=interpret
+    )
+    return gradient
 
 
 def _call(
     kernel: Any,
     grid: tuple[int, ...],
-    shape: tuple[int, ...],
+    results: Sequence[tuple[tuple[int, ...], DTypeLike]],
     indices: tuple[jax.Array, ...],
-    *factors: Factor,
+    factors: tuple[Factor, Factor],
+    others: tuple[jax.Array, ...],
+    *,
     name: str,
     interpret: bool,
-) -> jax.Array:
-    """Runs a kernel on the factor of its sums, indices, and two arrays."""
-    dtype, scale = factors[0].dtype, jnp.ones(1, jnp.float32)
+) -> list[jax.Array]:
+    """Runs a kernel on the factor of its sums, indices, two arrays, and further ones."""
+    scale = jnp.ones(1, jnp.float32)
     for factor in factors:
         scale = scale * factor.scale.reshape(1) if isinstance(factor, Float8) else scale
     x, y = map(values, factors)
@@ -131,17 +242,18 @@ def _call(
         raise ConfigError(
             f"model.matmul_dtype: float8 {rule}; set model.float8_exempt to [w_gate_up, w_down], or mesh.expert"
         )
+    arguments = scale, *indices, x, y, *others
     return pl.pallas_call(
         partial(kernel, dot=_dot(x, y, interpret=interpret)),
         grid=grid,
-        in_specs=[pl.no_block_spec] * (len(indices) + 3),
-        out_specs=pl.no_block_spec,
-        out_shape=_like(shape, dtype, *indices, scale, x, y),
+        in_specs=[pl.no_block_spec] * len(arguments),
+        out_specs=[pl.no_block_spec] * len(results),
+        out_shape=[_like(shape, dtype, *arguments) for shape, dtype in results],
         # Tiles of float32 are twice as large, and a core holds fewer.
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=2 if x.dtype == jnp.float32 else 3),
         interpret=interpret,
         name=name,
-    )(scale, *indices, x, y)
+    )(*arguments)
 
 
 def _times(
@@ -153,39 +265,55 @@ def _times(
     order: Any,
     x: Any,
     w: Any,
-    out: Any,
-    *,
+    *refs: Any,
+    finish: Finish,
+    num_others: int,
+    num_columns: int,
     columns: int,
+    parts: int,
+    turns: int,
     transposed: bool,
-    named: Named,
+    is_named: bool,
     dot: Dot,
 ) -> None:
-    (K, N), visit = (x.shape[1], out.shape[1]), pl.program_id(1)
-    column, inner = pl.program_id(0) * columns + jnp.arange(columns), _tile(K, _INNER[x.dtype.itemsize])
-    is_column = _within(column, N)
+    K, visit = x.shape[1], pl.program_id(1)
+    numbers = [pl.program_id(0) * turns + turn for turn in range(turns)]
+    inner, is_even = _tile(K, _INNER[x.dtype.itemsize]), num_columns % (columns * turns) == 0
 
     @pl.when(visit < num_visits[0])
     def _() -> None:
         own, first = expert[visit], tile[visit] * _ROWS
         place = first + jnp.arange(_ROWS)
         row = triton.load(order.at[pl.ds(first, _ROWS)])
+        is_own = (place >= bounds[own]) & (place < bounds[own + 1])
+        of_columns = [number * columns + jnp.arange(columns) for number in numbers]
+        tiles = [
+            Tile(place, row, is_own, number, column, None if is_even else column < num_columns)
+            for number, column in zip(numbers, of_columns, strict=True)
+        ]
 
-        def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        def add(step: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
             entry = step * inner + jnp.arange(inner)
             is_entry = _within(entry, K)
-            a = _load((x,), row if named == "x" else place, entry, None, is_entry)
-            if transposed:
-                b = _load((w, own), column, entry, is_column, is_entry).T
-            else:
-                b = _load((w, own), entry, column, is_entry, is_column)
-            return total + dot(a, b)
+            a = _load((x,), row if is_named else place, entry, None, is_entry)
 
-        total = jax.lax.fori_loop(0, pl.cdiv(K, inner), add, jnp.zeros((_ROWS, columns), jnp.float32))
-        is_own = (place >= bounds[own]) & (place < bounds[own + 1])
-        # Interpreted, a masked store puts old values back, so a place without an expert must not name another's row.
-        to = jnp.where(is_own, row, out.shape[0]) if named == "out" else place
-        at = out.at[to[:, None], column[None, :]]
-        triton.store(at, (total * scale[0]).astype(out.dtype), mask=_mask(total.shape, is_own, is_column))
+            def factor(column: jax.Array, is_column: jax.Array | None) -> jax.Array:
+                if transposed:
+                    return _load((w, own), column, entry, is_column, is_entry).T
+                return _load((w, own), entry, column, is_entry, is_column)
+
+            wanted = [(one.column + part * num_columns, one.is_column) for one in tiles for part in range(parts)]
+            return [total + dot(a, factor(*columns)) for columns, total in zip(wanted, totals, strict=True)]
+
+        zeros = [jnp.zeros((_ROWS, columns), jnp.float32)] * (parts * turns)
+        totals = jax.lax.fori_loop(0, pl.cdiv(K, inner), add, zeros)
+        for turn, one in enumerate(tiles):
+            products = totals[turn * parts : (turn + 1) * parts]
+
+            # The last turns may lie beyond the columns. The condition also keeps a turn's loads out of the turn before it.
+            @pl.when(one.number * columns < num_columns)
+            def _(one: Tile = one, products: list[jax.Array] = products) -> None:
+                finish(one, [product * scale[0] for product in products], refs[:num_others], refs[num_others:])
 
 
 def _weight_gradients(

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
+from llamajax.kernels.grouped_gated import Gradients, activated
 from llamajax.kernels.grouped_pallas import Named
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import Factor, Float8, moved
@@ -45,6 +46,30 @@ def times(
         # It leaves rows of no expert unwritten, and where it sums over rows it multiplies these by zero, which NaN survives.
         y = jnp.where(jnp.arange(len(y))[:, None] < jnp.sum(groups.sizes), y, 0)
     return jnp.where(groups.is_row[:, None], y[groups.place], 0) if named == "out" else y
+
+
+def hidden_layer(
+    kernel: Kernel, x: Float[Array, "R I"] | Float8, w: Float[Array, "E I AF"] | Float8, weights: Float32[Array, "R"],
+    groups: Groups, *, gates: int,
+) -> tuple[Float[Array, "M AF"], Float[Array, "M F"]]:  # fmt: skip
+    """Returns gates and inputs of the rows' hidden layers, and these layers; see `grouped_gated.hidden_layer`."""
+    h = times(kernel, x, w, groups, "x")
+    return h, activated(weights[groups.order], *_parts(h, gates)).astype(h.dtype)
+
+
+def hidden_gradients(
+    kernel: Kernel, dy: Float[Array, "R I"] | Float8, w: Float[Array, "E F I"] | Float8, h: Float[Array, "M AF"],
+    weights: Float32[Array, "R"], groups: Groups,
+) -> Gradients:  # fmt: skip
+    """Returns the gradients of `hidden_layer`; see `grouped_gated.hidden_gradients`."""
+    d_hidden = times(kernel, dy, w, groups, "x", transposed=True)
+    hidden, pull_back = jax.vjp(activated, weights[groups.order], *_parts(h, h.shape[1] // w.shape[1]))
+    d_weights, *d_h = pull_back(d_hidden.astype(jnp.float32))
+    return Gradients(jnp.concatenate(d_h, axis=1).astype(h.dtype), hidden.astype(h.dtype), d_weights)
+
+
+def _parts(h: Float[Array, "M AF"], gates: int) -> list[Float32[Array, "M F"]]:
+    return jnp.split(h.astype(jnp.float32), gates, axis=1)
 
 
 def weight_gradients(

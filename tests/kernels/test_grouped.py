@@ -4,6 +4,7 @@ as XLA compiles them for GPUs."""
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import sys
 from pathlib import Path
@@ -21,11 +22,12 @@ from llamajax.config.parallel import AXES, MeshConfig
 from llamajax.errors import ConfigError
 from llamajax.estimates.gpus import planned_gpu
 from llamajax.kernels import grouped, grouped_pallas
-from llamajax.kernels.grouped import Form, experts_on_rows
-from llamajax.kernels.grouped_pallas import Named, visits
+from llamajax.kernels.grouped import experts_on_rows
+from llamajax.kernels.grouped_pallas import visits
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import E4M3, E5M2, Float8, rounded
 from llamajax.parallel.mesh import make_mesh
+from llamajax.planning.cost.experts import KERNELS
 from llamajax.planning.xla.compile import planned_mesh
 from llamajax.planning.xla.hlo import arrays
 from llamajax.planning.xla.parse import parse
@@ -68,15 +70,15 @@ def experts_of(groups: Groups) -> np.ndarray:
     return hot
 
 
-def drawn(dtype: str = "float32") -> Any:
+def drawn(dtype: str = "float32", gates: int = 2) -> Any:
     rng = np.random.default_rng(1)
-    shapes = (R, I_), (R,), (E, I_, 2, F), (E, F, I_), (R, I_)
+    shapes = (R, I_), (R,), (E, I_, gates, F), (E, F, I_), (R, I_)
     x, weights, w_gate_up, w_down, d = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     return jnp.asarray(x, dtype), jnp.asarray(weights), jnp.asarray(w_gate_up, dtype), jnp.asarray(w_down, dtype), d
 
 
 @functools.cache
-def results(kernel: ExpertKernel, dtype: str) -> Any:
+def results(kernel: ExpertKernel, dtype: str, gates: int = 2) -> Any:
     """Returns a compiled function from groups to the results of `experts_on_rows` and all gradients, by rows that NaN
     replaces where they have no expert."""
 
@@ -95,18 +97,18 @@ def results(kernel: ExpertKernel, dtype: str) -> Any:
         return y, jnp.where(is_row, d_x, 0), *gradients
 
     compiled: Any = run
-    return lambda groups: compiled(groups, *drawn(dtype))
+    return lambda groups: compiled(groups, *drawn(dtype, gates))
 
 
 @functools.cache
-def definition() -> Any:
-    x, weights, *matrices, d = drawn()
+def definition(gates: int = 2) -> Any:
+    x, weights, *matrices, d = drawn(gates=gates)
 
     @jax.jit
     def run(hot: jax.Array) -> Any:
         def loss(x: jax.Array, weights: jax.Array, w_gate_up: jax.Array, w_down: jax.Array) -> Any:
             h = jnp.einsum("RI,EIAF,RE->ARF", x, w_gate_up, hot, precision="highest")
-            hidden = jax.nn.silu(h[0]) * h[1] * weights[:, None]
+            hidden = jax.nn.silu(h[0]) * math.prod(h[1:]) * weights[:, None]
             y = jnp.einsum("RF,EFI,RE->RI", hidden, w_down, hot, precision="highest")
             return jnp.sum(y * d), y
 
@@ -129,8 +131,13 @@ def test_results_and_gradients_are_those_of_the_definition(kernel: ExpertKernel,
     check(results(kernel, dtype), groups_of(SIZES[sizes]), bound)
 
 
-def check(results: Any, groups: Groups, bound: float) -> None:
-    found, expected = results(groups), definition()(experts_of(groups))
+@pytest.mark.parametrize("kernel", ["plain", "pallas"])
+def test_experts_may_have_no_gates(kernel: ExpertKernel):
+    check(results(kernel, "float32", 1), groups_of(SIZES["uneven"]), 1e-5, gates=1)
+
+
+def check(results: Any, groups: Groups, bound: float, gates: int = 2) -> None:
+    found, expected = results(groups), definition(gates)(experts_of(groups))
     for name, own, true in zip(("y", "x", "weights", "w_gate_up", "w_down"), found, expected, strict=True):
         true = np.asarray(true)
         np.testing.assert_allclose(
@@ -177,40 +184,50 @@ def plain_values(x: Float8) -> np.ndarray:
     return np.asarray(x.values, np.float32) * np.asarray(x.scale)
 
 
-@pytest.mark.parametrize("form", ["plain", "interpreted"])
-@pytest.mark.parametrize("named", ["x", "out"])
-def test_products_in_float8_are_those_of_rounded_factors(form: Form, named: Named):
+@pytest.mark.parametrize("kernel", ["plain", "pallas"])
+def test_products_in_float8_are_those_of_rounded_factors(kernel: ExpertKernel):
     """Rows of no expert, which may hold anything, change no scale."""
-    groups, rng = groups_of(SIZES["uneven"]), np.random.default_rng(2)
-    num, hot = int(groups.sizes.sum()), experts_of(groups)
-    x, d = (rng.standard_normal((R, width)).astype(np.float32) for width in (I_, F))
-    w = rounded(jnp.asarray(rng.standard_normal((E, I_, F)), jnp.float32), E4M3)
-    w = dataclasses.replace(w, stand_in=jnp.zeros(w.shape))
-    padding = groups._replace(order=jnp.pad(groups.order, (0, 384 - M)))
-    order = np.asarray(padding.order)
+    groups = groups_of(SIZES["uneven"])
+    hot, is_row = experts_of(groups), np.asarray(groups.is_row)
+    x, weights, w_gate_up, w_down, d = map(np.asarray, drawn())
+    matrices = tuple(rounded(jnp.asarray(w), E4M3) for w in (w_gate_up, w_down))
 
-    def at_rows(rows: np.ndarray) -> np.ndarray:
-        return np.where(np.asarray(groups.is_row)[:, None], rows, np.nan)
-
-    def in_places(rows: np.ndarray) -> np.ndarray:
-        return np.where(np.arange(len(order))[:, None] < num, rows[order], np.nan)
+    def of_rows(values: np.ndarray) -> np.ndarray:
+        return np.where(is_row.reshape(-1, *[1] * (values.ndim - 1)), values, np.nan)
 
     @jax.jit
     @on_device
-    def run(x: jax.Array, d: jax.Array, w: Float8, groups: Groups) -> Any:
-        function = grouped.rows_to_groups if named == "x" else grouped.groups_to_rows
-        y, pull_back = jax.vjp(lambda x, own: function(form, x, dataclasses.replace(w, stand_in=own), groups), x, w.stand_in)
+    def run(x: jax.Array, weights: jax.Array, d: jax.Array, matrices: tuple[Float8, Float8], groups: Groups) -> Any:
+        def of(x: jax.Array, weights: jax.Array, *stand_ins: jax.Array) -> jax.Array:
+            own = [dataclasses.replace(w, stand_in=stand_in) for w, stand_in in zip(matrices, stand_ins, strict=True)]
+            return experts_on_rows(x, weights, groups, own[0], own[1], kernel)
+
+        y, pull_back = jax.vjp(of, x, weights, *(jnp.zeros(w.shape) for w in matrices))
         return y, *pull_back(d)
 
-    ways = (at_rows, in_places) if named == "x" else (in_places, at_rows)
-    y, d_x, d_w = run(ways[0](x), ways[1](d), w, padding)
-    x8, d8 = (plain_values(rounded(jnp.asarray(hot.sum(1, keepdims=True) * a), form)) for a, form in ((x, E4M3), (d, E5M2)))
-    w8 = plain_values(w)
-    expected = np.einsum("RI,EIF,RE->RF", x8, w8, hot), np.einsum("RF,EIF,RE->RI", d8, w8, hot)
-    for own, true, way in zip((y, d_x), expected, ways[::-1], strict=True):
-        known = way(true)
-        np.testing.assert_allclose(np.where(np.isnan(known), np.nan, own), known, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(d_w, np.einsum("RI,RF,RE->EIF", x8, d8, hot), rtol=0, atol=1e-3)
+    y, d_x, d_weights, d_gate_up, d_down = run(of_rows(x), of_rows(weights), of_rows(d), matrices, groups)
+    own_gate_up, own_down = map(plain_values, matrices)
+    x8, d8 = in_format(hot.sum(1, keepdims=True) * x, E4M3), in_format(hot.sum(1, keepdims=True) * d, E5M2)
+    h = jnp.einsum("RI,EIAF,RE->ARF", x8, own_gate_up, hot, precision="highest")
+    hidden, pull_back = jax.vjp(lambda h, weights: jax.nn.silu(h[0]) * h[1] * weights[:, None], h, jnp.asarray(weights))
+    hidden8 = in_format(hidden, E4M3)
+    d_h, d_of_rows = pull_back(jnp.einsum("RI,EFI,RE->RF", d8, own_down, hot, precision="highest"))
+    d_h8 = in_format(d_h, E5M2)
+    expected = {
+        "y": (y, np.einsum("RF,EFI,RE->RI", hidden8, own_down, hot)),
+        "x": (d_x, np.einsum("ARF,EIAF,RE->RI", d_h8, own_gate_up, hot)),
+        "weights": (d_weights, d_of_rows),
+        "w_gate_up": (d_gate_up, np.einsum("RI,ARF,RE->EIAF", x8, d_h8, hot)),
+        "w_down": (d_down, np.einsum("RF,RI,RE->EFI", hidden8, d8, hot)),
+    }
+    # Some numbers lie between two of the format, and another order of sums rounds them to the other.
+    for name, (own, true) in expected.items():
+        known = np.where(is_row[:, None], own, 0) if name in ("y", "x") else own
+        assert np.linalg.norm(known - true) <= 5e-3 * np.linalg.norm(true), name
+
+
+def in_format(x: Any, form: Any) -> np.ndarray:
+    return plain_values(rounded(jnp.asarray(x), form))
 
 
 @pytest.mark.slow
@@ -226,7 +243,8 @@ def test_products_in_float8_are_those_of_rounded_factors(form: Form, named: Name
     ],
 )
 def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products: str, tmp_path: Path):
-    """Four products of rows and two of matrices, forward and backward, on matrix units and without atomics; of an expert's
+    """Four products of rows and two of matrices, forward and backward, on matrix units and without atomics. No other pass
+    reads the hidden layer, and the backward pass multiplies nothing again for it: gates are saved by name. Of an expert's
     share of Qwen3-30B-A3B, with fewer rows."""
     rows, places, experts, width, hidden = 10_000, 8192, 16, 2048, 768
     config = CONFIG.changed({"hardware.gpu": gpu, "hardware.nodes": 1, "mesh": MeshConfig()})
@@ -239,9 +257,11 @@ def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products
     @jax.jit
     @checked
     def both_passes(x: jax.Array, weights: jax.Array, matrices: Any, groups: Groups, d: jax.Array) -> Any:
-        y, pull_back = jax.vjp(
-            lambda x, weights, own: experts_on_rows(x, weights, groups, *own, "auto"), x, weights, matrices
-        )
+        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("gate_up"))
+        def run(x: jax.Array, weights: jax.Array, own: Any) -> jax.Array:
+            return experts_on_rows(x, weights, groups, *own, "auto")
+
+        y, pull_back = jax.vjp(run, x, weights, matrices)
         d_x, d_weights, d_matrices = pull_back(d)
         return y, d_x, d_weights, [own.stand_in if isinstance(own, Float8) else own for own in d_matrices]
 
@@ -264,13 +284,17 @@ def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products
         }  # fmt: skip
         text = lowered.compile(options).as_text()
     assert text is not None
-    assert (text.count('name = "grouped_rows"'), text.count('name = "grouped_weights"')) == (4, 2)
-    made = {
-        array.dims for c in parse(text).computations.values() for i in c.instructions.values() for array in arrays(i.shape)
-    }
+    assert {name: text.count(f'name = "{name}"') for name in KERNELS} == dict(zip(KERNELS, (2, 1, 1, 2), strict=True))
+    instructions = [i for c in parse(text).computations.values() for i in c.instructions.values()]
+    made = {array.dims for i in instructions for array in arrays(i.shape)}
     assert (rows, width) in made
     assert (places, 2 * hidden) in made
     assert (places, width) not in made
+    if dtype != "float8":
+        makers = {
+            i.opcode for i in instructions if {(places, hidden), (places, 2 * hidden)} & {a.dims for a in arrays(i.shape)}
+        }
+        assert makers <= {"custom-call", "get-tuple-element", "tuple"}
     card = planned_gpu(config.hardware)
     for name, of_block in needs(tmp_path, card, "grouped").items():
         assert of_block.threads * of_block.registers <= 65_536, (name, of_block)
@@ -279,5 +303,8 @@ def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products
     kernels = [text for path in tmp_path.glob("*.ptx") if ".entry grouped_" in (text := path.read_text())]
     assert len(kernels) == 6
     for kernel in kernels:
-        assert products in kernel
+        # A program of the hidden layer has several sums of fewer columns.
+        of_hidden = re.search(r"\.entry grouped_rows_(gated|gradient)\b", kernel)
+        columns = {"gated": 64, "gradient": 32 if dtype == "float32" else 64}[of_hidden[1]] if of_hidden else 128
+        assert products.replace("m64n128", f"m64n{columns}") in kernel
         assert not re.search(r"\b(atom|red)\.", kernel)

@@ -49,8 +49,8 @@ def test_every_kernel_is_compared_and_one_that_is_wrong_is_not_measured(monkeypa
         flops = products * 2 * 4 * 8 * (40 * 2 * 24 + 24 * 40)
         assert plain[f"{way}_tflops"] == pytest.approx(flops / plain[f"{way}_ms"] / 1e9)
         assert plain[f"{way}_of_peak"] == pytest.approx(plain[f"{way}_tflops"])
-    own: Any = bench_grouped.groups_to_rows
-    monkeypatch.setattr(bench_grouped, "groups_to_rows", lambda *arguments: 1.2 * own(*arguments))
+    own: Any = bench_grouped.experts_on_rows
+    monkeypatch.setattr(bench_grouped, "experts_on_rows", lambda *arguments: 1.2 * own(*arguments))
     _, plain, _ = measure(Case("toy", 8), TOY["toy"], SMALL, None, timed=True)
     assert plain["wrong"] == "off the definition by more than 0.02"
     assert "forward_ms" not in plain

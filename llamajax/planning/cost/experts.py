@@ -7,11 +7,12 @@ from llamajax.config.run import Config
 from llamajax.estimates.experts import Dispatch
 from llamajax.estimates.machine import Machine
 
-KERNELS = ("grouped_rows", "grouped_weights")
-"""Names of the kernels of `llamajax.kernels.grouped_pallas`: rows times matrices, and the matrices' gradients."""
+KERNELS = ("grouped_rows", "grouped_rows_gated", "grouped_rows_gradient", "grouped_weights")
+"""Names of the kernels of `llamajax.kernels.grouped_pallas` and `grouped_gated`: rows times matrices, two of which apply the
+activation or its derivative, and the matrices' gradients."""
 FURTHER_ROUNDS = "further_rounds"
 """Scope of the loop over rounds beyond the first."""
-_WASTE = {"grouped_rows": 127, "grouped_weights": 63}
+_WASTE = dict.fromkeys(KERNELS, 127) | {"grouped_weights": 63}
 """Rows that a kernel computes in vain for each expert with rows, on average: its tiles have 128 rows, or 64, and an expert's
 rows may begin and end within a tile."""
 

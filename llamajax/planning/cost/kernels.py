@@ -204,16 +204,17 @@ class CostModel:
         return Cost("attention", self.machine.calibration.kernel_s + max(work, self._memory_seconds(size)), flops, size)
 
     def _grouped(self, kernel: str, instruction: Instruction, operands: list[Shape]) -> Cost:
-        """Returns the cost of a kernel of `llamajax.kernels.grouped_pallas`. It has places for more rows than come: time is
-        that of the rows on the busiest device, and FLOPs are counted for those of the mean device."""
+        """Returns the cost of a kernel of `experts.KERNELS`. It has places for more rows than come: time is that of the rows
+        on the busiest device, and FLOPs are counted for those of the mean device."""
         assert self.loads is not None
         mean, busiest = self.loads.of(is_further=experts.FURTHER_ROUNDS in instruction.op_name)
-        order, x, other = map(_array, operands[-3:])  # of rows [R, K], and matrices [E, K, N] or the result's gradients
-        result = _array(next(iter(arrays(instruction.shape))))
-        matrices = other if kernel == "grouped_rows" else result
+        given, results = list(map(_array, operands)), list(arrays(instruction.shape))
+        last = max(number for number, array in enumerate(given) if array.dtype == "s32")
+        order, x, other, *more = given[last:]  # of rows [R, K], and matrices [E, K, N] or the result's gradients
+        matrices, by_row = (results[0], [x, other]) if kernel == "grouped_weights" else (other, [x, *more, *results])
         K, N, places = x.dims[1], matrices.num_elements // matrices.dims[0] // x.dims[1], order.num_elements
-        rows, width = busiest * places, num_bytes(matrices) // matrices.num_elements
-        size = num_bytes(matrices) + round(rows * (K + N) * width)
+        rows = busiest * places
+        size = num_bytes(matrices) + round(rows * sum(num_bytes(array) / array.dims[0] for array in by_row))
         work = experts.grouped_seconds(kernel, 2 * K * N, rows, matrices.dims[0], self.machine)
         seconds = self.machine.calibration.kernel_s + max(work, self._memory_seconds(size))
         return Cost("experts", seconds, round(mean * places * 2 * K * N), size)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llamajax.planning.cost.experts import Loads, expert_loads
+from llamajax.planning.cost.experts import KERNELS, Loads, expert_loads
 from llamajax.planning.cost.kernels import CostModel
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import CollectiveUse
@@ -14,34 +14,56 @@ TRITON = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 8 
 ROWS, E, K, N = 40960, 8, 2048, 1536
 
 
+PER_ROW = {
+    "grouped_rows": 2 * (K + N),
+    "grouped_rows_gated": 2 * (K + N + N // 2) + 4,
+    "grouped_rows_gradient": 2 * (K + 2 * N + N + 2 * N) + 4 + 4 * (N // 64),
+    "grouped_weights": 2 * (K + N),
+}
+"""Bytes that a kernel moves for each row: the row, what the kernel makes of it, and what else it reads, in bfloat16; the
+row's weight, and sums for its gradient, in float32."""
+
+
 def program(kernel: str, op_name: str = ""):
     """A kernel as XLA writes it: a device with 8 experts has 40,960 places, and rows and tails of blocks as `x`."""
-    of_x, other, result = {
-        "grouped_rows": (f"bf16[41200,{K}]{{1,0}}", f"bf16[{E},{K},{N}]{{2,1,0}}", f"bf16[{ROWS},{N}]{{1,0}}"),
-        "grouped_weights": (f"bf16[41200,{K}]{{1,0}}", f"bf16[{ROWS},{N}]{{1,0}}", f"bf16[{E},{K},{N}]{{2,1,0}}"),
+
+    def array(*dims: int, dtype: str = "bf16") -> str:
+        order = ",".join(map(str, reversed(range(len(dims)))))
+        return f"{dtype}[{','.join(map(str, dims))}]{{{order}}}"
+
+    rows, matrices, weights = array(41200, K), array(E, K, N), array(41200, dtype="f32")
+    factors, results = {
+        "grouped_rows": ([rows, matrices], [array(ROWS, N)]),
+        "grouped_rows_gated": ([rows, matrices, weights], [array(ROWS, N), array(ROWS, N // 2)]),
+        "grouped_rows_gradient": (
+            [rows, array(E, N, K), array(ROWS, 2 * N), weights],
+            [array(ROWS, 2 * N), array(ROWS, N), array(ROWS, N // 64, dtype="f32")],
+        ),
+        "grouped_weights": ([rows, array(ROWS, N)], [matrices]),
     }[kernel]
-    visits = ["%experts = s32[327]{0} parameter(0)"] if kernel == "grouped_rows" else []
+    visits = [] if kernel == "grouped_weights" else [array(327, dtype="s32")]
+    given = ["f32[1]{0}", *visits, "s32[9]{0}", array(ROWS, dtype="s32"), *factors]
+    names = ", ".join(f"%p{number}" for number in range(len(given)))
+    result = results[0] if len(results) == 1 else f"({', '.join(results)})"
     lines = [
-        *visits,
-        "%bounds = s32[9]{0} parameter(1)",
-        f"%order = s32[{ROWS}]{{0}} parameter(2)",
-        f"%x = {of_x} parameter(3)",
-        f"%other = {other} parameter(4)",
-        f"%o = {result} custom-call({'%experts, ' if visits else ''}%bounds, %order, %x, %other), {TRITON % kernel},"
+        *(f"%p{number} = {shape} parameter({number})" for number, shape in enumerate(given)),
+        f"%o = {result} custom-call({names}), {TRITON % kernel},"
         f' metadata={{op_name="jit(train_step)/{op_name}multiply/{kernel}/pallas_call"}}',
     ]
     return module("\n".join(lines))
 
 
-@pytest.mark.parametrize(("kernel", "waste"), [("grouped_rows", 127), ("grouped_weights", 63)])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("loads", [EVEN, UNEVEN])
-def test_rows_that_come_take_time_in_whole_tiles(kernel, waste, loads):
+def test_rows_that_come_take_time_in_whole_tiles(kernel, loads):
     compiled = program(kernel)
     model = CostModel(compiled, MACHINE, loads=loads)
     found = model.cost(compiled.entry.root, compiled.entry)
-    computed = loads.busiest[0] * ROWS + E * waste
+    computed = loads.busiest[0] * ROWS + E * (63 if kernel == "grouped_weights" else 127)
     assert (found.kind, found.flops) == ("experts", round(0.8 * ROWS) * 2 * K * N)
-    assert found.seconds == pytest.approx(SHARE.kernel_s + 2 * K * N * computed / (1e15 * SHARE.grouped_efficiency))
+    assert found.num_bytes == pytest.approx(2 * E * K * N + loads.busiest[0] * ROWS * PER_ROW[kernel])
+    work = SHARE.kernel_s + 2 * K * N * computed / (1e15 * SHARE.grouped_efficiency)
+    assert found.seconds == pytest.approx(max(work, memory_s(found.num_bytes)))
     assert not model.not_understood
 
 
