@@ -219,7 +219,7 @@ def float8_matmuls(model: ModelConfig, capability: tuple[int, ...] | None) -> di
 
 
 def matmul_kernels(model: ModelConfig, capability: tuple[int, ...] | None) -> dict[str, str]:
-    """Returns `float8_matmuls`, and for a model with experts a line `experts`: the kernel of their products, with the
+    """Returns `float8_matmuls`, and for a model with experts a line `expert_kernel`: the kernel of their products, with the
     reason.
 
     Raises:
@@ -228,7 +228,7 @@ def matmul_kernels(model: ModelConfig, capability: tuple[int, ...] | None) -> di
     lines = float8_matmuls(model, capability)
     if model.experts.enabled:
         site = GroupedSite.of(model, is_gpu=capability is not None, capability=capability)
-        lines["experts"] = ": ".join(choose_grouped(model.experts.kernel, site))
+        lines["expert_kernel"] = ": ".join(choose_grouped(model.experts.kernel, site))
     return lines
 
 

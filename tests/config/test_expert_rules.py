@@ -8,6 +8,7 @@ from llamajax.errors import ConfigError
 from tests.tiny import tiny_config
 
 EXPERTS = {"model.experts.num_experts": 8, "mesh.fsdp": 2, "mesh.expert": 4, "model.num_layers": 2}
+LORA = {"adapters.kind": "lora", "init_from": "base"}
 
 
 @pytest.mark.parametrize(
@@ -20,10 +21,19 @@ EXPERTS = {"model.experts.num_experts": 8, "mesh.fsdp": 2, "mesh.expert": 4, "mo
         ),
         ({"model.experts.num_experts": 0}, "mesh.expert"),
         ({"model.experts.num_experts": 6}, "model.experts.num_experts"),
-        ({"adapters.rank": 4, "adapters.targets": ("q", "down")}, "adapters.targets"),
-        ({"adapters.rank": 4, "adapters.targets": ("q",), "adapters.base": "nf4"}, "adapters.base"),
+        (LORA | {"adapters.targets": ("q", "down")}, "adapters.targets"),
         (
-            {"model.experts.first_dense_layers": 1, "mesh.pipeline": 2, "mesh.expert": 2, "train.grad_accum_steps": 4},
+            LORA | {"adapters.targets": ("q",), "adapters.base": "nf4", "model.embed_dim": 512, "model.head_dim": 64},
+            "adapters.base",
+        ),
+        (
+            {
+                "model.experts.first_dense_layers": 1,
+                "mesh.pipeline": 2,
+                "mesh.expert": 2,
+                "train.grad_accum_steps": 4,
+                "parallel.zero": 1,
+            },
             "mesh.pipeline",
         ),
     ],

@@ -182,8 +182,8 @@ def test_what_is_multiplied_in_float8_is_told(capability):
 
 def test_the_kernel_of_experts_is_told_and_one_that_cannot_run_is_refused():
     model = planned()[0].changed({"model.experts": ExpertsConfig(num_experts=4)}).model
-    assert matmul_kernels(model, None) == {"experts": "plain: there is no GPU"}
-    assert matmul_kernels(model, (9, 0))["experts"].startswith("pallas: ")
+    assert matmul_kernels(model, None) == {"expert_kernel": "plain: there is no GPU"}
+    assert matmul_kernels(model, (9, 0))["expert_kernel"].startswith("pallas: ")
     with pytest.raises(ConfigError, match=r"^model\.experts\.kernel: plain cannot be used: on a GPU .*; or set auto$"):
         matmul_kernels(dataclasses.replace(model, experts=ExpertsConfig(num_experts=4, kernel="plain")), (9, 0))
 

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from llamajax.config.parallel import MeshConfig
+from llamajax.config.parallel import AXES, MeshConfig
 from llamajax.verification import text
 from llamajax.verification.figures import figures, form_figures
 from llamajax.verification.page import page
@@ -33,7 +33,7 @@ def test_figures_say_what_was_verified_and_what_came_out():
     assert found["equal"]
     assert found["form"] == "trained"
     assert found["largest_difference"] == 0
-    assert (found["mesh"], found["num_devices"]) == ({"pipeline": 1, "data": 1, "fsdp": 2, "sequence": 1, "tensor": 4}, 8)
+    assert (found["mesh"], found["num_devices"]) == (dict(zip(AXES, (1, 1, 2, 1, 1, 4), strict=True)), 8)
     assert found["changes"] == {
         "model.num_layers": {"configured": 2, "verified": 1},
         "optimizer.eps": {"configured": 1e-8, "verified": 0.03},
