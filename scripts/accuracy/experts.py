@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--top_k", type=int, default=4)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--init_std", type=float, default=0.02, help="of all weights; 1 / sqrt(192) is 0.07")
+    parser.add_argument("--init_std", type=float, default=0.07, help="of all weights; default: 1 / sqrt(192)")
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--directory", type=Path, help="where runs are stored; default: nowhere")
     parser.add_argument("--json", type=Path, help="file for the figures")
