@@ -78,8 +78,8 @@ class ExpertsConfig(Section):
     kernel: ExpertKernel = "auto"
     """Kernel that multiplies tokens by their experts' matrices. `pallas`: llamajax's own, for GPUs of compute capability 8.0
     and newer; it reads and writes tokens where they are. `tokamax` (extra `tokamax`, Python 3.12): written for Hopper, in
-    16-bit types; it takes sorted copies of the tokens. `plain`: XLA's own, for CPUs; on a GPU it would multiply every token
-    by all experts. `auto`: `pallas` on GPUs, else `plain`. A kernel that is named and cannot run is an error."""
+    16-bit types; it takes sorted copies of the tokens. `plain`: a loop over tiles of tokens, for CPUs; it would leave a GPU
+    idle. `auto`: `pallas` on GPUs, else `plain`. A kernel that is named and cannot run is an error."""
 
     def broken_rules(self) -> Iterator[str]:
         if not self.enabled:

@@ -235,7 +235,7 @@ def grouped_obstacle(kernel: GroupedKernel, site: GroupedSite) -> str | None:
     """Returns why a kernel cannot compute products with experts' matrices; None if it can."""
     own = ".".join(map(str, site.capability or ()))
     if kernel == "plain":
-        return "on a GPU XLA multiplies every token by all experts" if site.is_gpu else None
+        return "it multiplies one tile of tokens after the other, which leaves a GPU idle" if site.is_gpu else None
     if kernel == "pallas":
         too_old = site.is_gpu and site.capability is not None and site.capability < LEAST_PALLAS
         return f"it needs GPUs of compute capability 8.0 or newer, and these have {own}" if too_old else None

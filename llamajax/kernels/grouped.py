@@ -1,7 +1,7 @@
 """Products of tokens with their experts' matrices, on one device, within `shard_map`: the rows of an expert are a group.
 
 Rows need not lie group after group: an order names them. On GPUs kernels of our own read and write them where they are, so
-that no sorted copy of the tokens is made, forward or backward. XLA's own product, the reference for all others, and
+that no sorted copy of the tokens is made, forward or backward. The plain product, the reference for all others, and
 tokamax's kernels take sorted rows. Matrices in float8 are multiplied by rows, and by gradients, that are rounded here, with
 one scale for all rows of the device.
 """

@@ -1,12 +1,13 @@
 """The products of `llamajax.kernels.grouped` by kernels that need the rows of an expert one after the other. Rows are copied
 into that order, and results back.
 
-XLA's own product (`jax.lax.ragged_dot_general`) is right everywhere, but on a GPU it multiplies all tokens by all experts.
-tokamax's is written for Hopper.
+The plain product takes tiles of an expert's rows one after the other, which suits a CPU. `jax.lax.ragged_dot_general` would
+multiply all tokens by all experts there, as on a GPU. tokamax's is written for Hopper.
 
 All functions run on one device, within `shard_map`.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -19,6 +20,9 @@ from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import Factor, Float8, moved
 
 Kernel = Literal["plain", "tokamax"]
+_TILE = 64
+"""Rows that the plain product takes at once. More of them waste more of each expert's last tile, fewer read matrices more
+often."""
 _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
@@ -97,5 +101,56 @@ def _product(kernel: Kernel, x: Factor, y: Factor, groups: Groups, dims: jax.lax
         with config.ignore_autotuning_cache(True):  # see `tokamax_kernel`
             made: Any = ragged_dot_general(x, y, groups.sizes, dims, preferred_element_type=x.dtype, implementation="mosaic")
         # tokamax's calls do not say over which axes their results vary.
-        return jax.lax.pcast(made, tuple(jax.typeof(x).manual_axis_type.varying), to="varying")
-    return jax.lax.ragged_dot_general(x, y, groups.sizes, dims, preferred_element_type=x.dtype)
+        return _varying_like(x, made)
+    if dims is _OVER_ROWS:
+        return _tiled_gradients(x, y, groups)
+    return _tiled_products(x, y.mT if dims is _OVER_OUTPUTS else y, groups)
+
+
+def _varying_like(x: jax.Array, made: jax.Array) -> jax.Array:
+    return jax.lax.pcast(made, tuple(jax.typeof(x).manual_axis_type.varying), to="varying")
+
+
+def _tiled_products(x: Float[Array, "M K"], w: Float[Array, "E K N"], groups: Groups) -> Float[Array, "M N"]:
+    num_tiles, tile = _tiles(groups)
+    rows = jnp.pad(x, ((0, _TILE), (0, 0)))
+
+    def multiply(number: jax.Array, y: jax.Array) -> jax.Array:
+        expert, start, is_own = tile(number)
+        of_expert = jax.lax.dynamic_index_in_dim(w, expert, keepdims=False)
+        product = jax.lax.dynamic_slice_in_dim(rows, start, _TILE) @ of_expert
+        # Rows beyond the expert's are those of tiles to come, or of none.
+        return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(is_own, product, 0), start, axis=0)
+
+    y = _varying_like(x, jnp.zeros((len(rows), w.shape[2]), x.dtype))
+    return jax.lax.fori_loop(0, num_tiles, multiply, y)[: len(x)]
+
+
+def _tiled_gradients(x: Float[Array, "M K"], dy: Float[Array, "M N"], groups: Groups) -> Float[Array, "E K N"]:
+    num_tiles, tile = _tiles(groups)
+    x, dy = (jnp.pad(rows, ((0, _TILE), (0, 0))) for rows in (x, dy))
+
+    def add(number: jax.Array, sums: jax.Array) -> jax.Array:
+        expert, start, is_own = tile(number)
+        own, d = (jnp.where(is_own, jax.lax.dynamic_slice_in_dim(rows, start, _TILE), 0) for rows in (x, dy))
+        product = jnp.dot(own.T, d, preferred_element_type=jnp.float32)
+        total = jax.lax.dynamic_index_in_dim(sums, expert, keepdims=False) + product
+        return jax.lax.dynamic_update_index_in_dim(sums, total, expert, axis=0)
+
+    sums = jnp.zeros((len(groups.sizes), x.shape[1], dy.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, num_tiles, add, _varying_like(x, sums)).astype(x.dtype)
+
+
+def _tiles(groups: Groups) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]]:
+    """Returns the number of tiles, and a function from the number of one to its expert, its first row, and for each of its
+    rows [tile, 1] whether it is the expert's."""
+    counts = -(-groups.sizes // _TILE)
+    until = jnp.cumsum(counts)
+    first = jnp.cumsum(groups.sizes) - groups.sizes
+
+    def tile(number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        expert = jnp.sum(number >= until, dtype=jnp.int32)
+        before = (number - until[expert] + counts[expert]) * _TILE
+        return expert, first[expert] + before, jnp.arange(_TILE)[:, None] < groups.sizes[expert] - before
+
+    return until[-1], tile

@@ -122,7 +122,7 @@ def test_the_kernel_of_experts_is_chosen_with_a_reason(monkeypatch, asked: Exper
 @pytest.mark.parametrize(
     ("asked", "changes", "reason"),
     [
-        ("plain", {}, "on a GPU XLA multiplies every token by all experts; or set auto"),
+        ("plain", {}, "it multiplies one tile of tokens after the other, which leaves a GPU idle; or set auto"),
         ("auto", {"capability": (7, 5)}, "it needs GPUs of compute capability 8.0 or newer, and these have 7.5"),
         ("tokamax", ON_CPU, "it needs NVIDIA GPUs; or set auto"),
         ("tokamax", {"capability": (8, 0)}, "it needs GPUs of compute capability 9.0, .*, and these have 8.0; or set auto"),

@@ -112,6 +112,15 @@ def test_a_run_says_what_its_new_devices_change(tmp_path):
     )
 
 
+def test_a_run_says_that_its_balance_loss_counts_over_other_micro_batches(tmp_path):
+    config = config_of(48, mesh=MeshConfig(expert=4)).changed({"model.experts.num_experts": 8})
+    checkpoint(tmp_path, 5, config, began=began_on(config, 16))
+    balanced, by_row = {"model.experts.balance_loss": 0.01}, {"model.experts.balance_over": "row"}
+    lines = [fit(config.changed(changes), tmp_path).line for changes in (balanced, balanced | by_row, {})]
+    said = "same global batch and rows, but a balance loss over other micro-batches: model.experts.balance_over=batch"
+    assert [line is not None and line.endswith(said) for line in lines] == [True, False, False]
+
+
 def test_checkpoints_that_do_not_say_how_their_run_began_say_where_they_were_written(tmp_path):
     config = config_of(48)
     checkpoint(tmp_path, 5, config, mesh=config.mesh.axis_sizes(4))
