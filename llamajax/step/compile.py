@@ -84,8 +84,10 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(size + size // 50)
         if config.parallel.stack == "prefetch":
             # The two weight buffers swap with every layer, which costs a copy unless an iteration has two layers; but
-            # without latencies the scheduler hides less in such an iteration.
-            options["xla_gpu_enable_while_loop_double_buffering"] = untimed or latencies is not None
+            # without latencies the scheduler hides less in such an iteration. Of parts that take turns XLA cannot make one:
+            # it finds a cycle (jaxlib 0.10.2).
+            in_turns = (config.parallel.expert_parts or 1) > 1
+            options["xla_gpu_enable_while_loop_double_buffering"] = (untimed or latencies is not None) and not in_turns
         if PIPELINES:
             options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_OFF"
     if latencies is not None:

@@ -108,6 +108,13 @@ def test_a_layer_is_one_collective_where_it_is_prefetched():
     }
 
 
+def test_iterations_with_parts_that_take_turns_have_one_layer():
+    mesh = {"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, "model.experts.num_experts": 8, "parallel": PLAIN}
+    config = tiny_config().changed(mesh | {"parallel.stack": "prefetch", "parallel.expert_parts": 2})
+    assert not compiler_options(on(config, 8), latencies="file")["xla_gpu_enable_while_loop_double_buffering"]
+    assert compiler_options(on(config, 8), untimed=True) == compiler_options(on(config, 8))
+
+
 def test_a_layer_of_copied_heads_is_one_collective_too():
     config = tiny_config(parallel=dataclasses.replace(PLAIN, stack="prefetch"), mesh=MeshConfig(tensor=8))
     config = config.changed({"model.num_heads": 8, "model.num_kv_heads": 2})
