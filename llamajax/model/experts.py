@@ -128,7 +128,7 @@ class Experts(nnx.Module):
         stages = leave_for, travel, multiply, come_back
         states = in_time_slots(stages, [(part, None) for part in parts], held=2)
         results, ways = zip(*states, strict=True)
-        sums = ways[0][0].finish([y for y, _ in results], [tokens for *_, tokens, _ in ways])
+        sums = _Way.finish([way for way, *_ in ways], [y for y, _ in results], [tokens for *_, tokens, _ in ways])
         sums = [y if shared is None else y + shared for y, (_, shared) in zip(sums, results, strict=True)]
         auxiliary = self._auxiliary([routed for *_, routed in ways])
         return [(others, y, own) for (_, _, others, *_), y, own in zip(ways, sums, auxiliary, strict=True)]
@@ -274,22 +274,25 @@ class _Way:
 
         return on_device(blocks, tokens)
 
-    def finish(self, sums: Sequence[jax.Array], tokens: Sequence[_Tokens]) -> list[Float[Array, "B T D"]]:
+    @staticmethod
+    def finish(ways: Sequence["_Way"], sums: Sequence[jax.Array], tokens: Sequence[_Tokens]) -> list[Float[Array, "B T D"]]:
         """Returns the additions to the residual streams of all parts: sums with those of further rounds added."""
-        of_experts, of_tokens = self._of_experts(), self._for_tokens("ascend")
+        first = ways[0]
+        of_experts, of_tokens = first._of_experts(), first._for_tokens("ascend")
 
-        @partial(jax.shard_map, in_specs=(_ALL, _ALL, _specs(of_experts), _specs(of_tokens)), out_specs=self.lies)
+        @partial(jax.shard_map, in_specs=(_ALL, _ALL, _specs(of_experts), _specs(of_tokens)), out_specs=first.lies)
         def on_device(sums: list[jax.Array], tokens: list[_Tokens], of_experts: Any, of_tokens: Any) -> list[jax.Array]:
-            if not self.is_complete:
-                late = self._further_rounds(tokens, self._varying(of_experts, AXES))
+            if not all(way.is_complete for way in ways):
+                late = [way._late(own) for way, own in zip(ways, tokens, strict=True)]
+                late = first._further_rounds(tokens, jnp.concatenate(late), first._varying(of_experts, AXES))
                 ends = list(itertools.accumulate(map(len, sums)))[:-1]
                 sums = [own + more for own, more in zip(sums, jnp.split(late, ends), strict=True)]
-            sums = list(map(self._whole, sums))
+            sums = [way._whole(own) for way, own in zip(ways, sums, strict=True)]
             if "ascend" in of_tokens:
                 with jax.named_scope("ascend"):
-                    ascend = self._varying(of_tokens)["ascend"]
+                    ascend = first._varying(of_tokens)["ascend"]
                     sums = [own @ ascend.T for own in sums]
-            return [own.reshape(self.shape) for own in sums]
+            return [own.reshape(way.shape) for way, own in zip(ways, sums, strict=True)]
 
         return on_device(list(sums), list(tokens), of_experts, of_tokens)
 
@@ -302,15 +305,20 @@ class _Way:
             groups = dispatch.by_expert(counts, self.block)
             return experts_on_rows(rows, weights, groups, w_gate_up, w_down, self.config.kernel)
 
-    def _further_rounds(self, tokens: Sequence[_Tokens], weights: dict[str, Any]) -> jax.Array:
-        """Returns the results for the tokens of all parts, one part after the other, of choices that had no slot."""
-        E, sent = self.config.num_experts, _size(PEERS) * self.block.rows
-        late = jnp.concatenate([jnp.where(own.route.rows < sent, E, own.experts) for own in tokens])
+    def _late(self, tokens: _Tokens) -> Int32[Array, "n k"]:
+        """Returns the choices that had no slot; others are `num_experts`."""
+        return jnp.where(tokens.route.rows < _size(PEERS) * self.block.rows, self.config.num_experts, tokens.experts)
+
+    def _further_rounds(
+        self, tokens: Sequence[_Tokens], late: Int32[Array, "N k"], weights: dict[str, Any]
+    ) -> Float[Array, "N I"]:
+        """Returns the results for the tokens of all parts, one part after the other, of late choices."""
         split = [differentiable(weights[name]) for name in ("w_gate_up", "w_down")]
         factors, stand_ins = tuple(factor for factor, _ in split), [stand_in for _, stand_in in split]
         arrays = [own.x for own in tokens], [own.weights for own in tokens], stand_ins
         with jax.named_scope("further_rounds"):
-            return _in_rounds(self, dispatch.num_rounds(late, E, self.block), late, factors, arrays)
+            rounds = dispatch.num_rounds(late, self.config.num_experts, self.block)
+            return _in_rounds(self, rounds, late, factors, arrays)
 
     def _round(self, number: jax.Array, chosen: jax.Array, factors: tuple[Factor, ...], arrays: Any) -> jax.Array:
         # Parts are joined in a round that is needed, and not before.
