@@ -184,7 +184,7 @@ def test_the_kernel_of_experts_is_told_and_one_that_cannot_run_is_refused():
     model = planned()[0].changed({"model.experts": ExpertsConfig(num_experts=4)}).model
     assert matmul_kernels(model, None) == {"expert_kernel": "plain: there is no GPU"}
     assert matmul_kernels(model, (9, 0))["expert_kernel"].startswith("pallas: ")
-    with pytest.raises(ConfigError, match=r"^model\.experts\.kernel: plain cannot be used: .* leaves a GPU idle; or set auto$"):
+    with pytest.raises(ConfigError, match=r"^model\.experts\.kernel: plain .* leaves a GPU idle; or set auto$"):
         matmul_kernels(dataclasses.replace(model, experts=ExpertsConfig(num_experts=4, kernel="plain")), (9, 0))
 
 
