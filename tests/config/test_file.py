@@ -408,7 +408,7 @@ def test_a_dumped_configuration_is_complete_and_loads_to_an_equal_one(everything
         }
         items = several[key.split(".")[1]] if ".0." in key else ()
         values = [operator.attrgetter(key.partition(".0.")[2])(item) for item in items] or [value]
-        # A complete configuration has other settings instead of these, or some that adapters, preferences or experts exclude.
+        # A complete configuration has other settings instead of these, or some that adapters or experts exclude.
         if (
             key not in ("model.preset", "model.head", "model.qk_norm_across_heads", "train.num_epochs", "offload.fraction")
             and not key.startswith(("adapters.", "objective."))
