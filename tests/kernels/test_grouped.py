@@ -88,7 +88,7 @@ def results(kernel: ExpertKernel, dtype: str, gates: int = 2) -> Any:
         is_row = groups.is_row[:, None]
 
         def loss(x: jax.Array, weights: jax.Array, *matrices: jax.Array) -> Any:
-            y = experts_on_rows(x, weights, groups, *matrices, kernel)
+            y = experts_on_rows(x, weights, groups, matrices[0], matrices[1], kernel)
             y = jnp.where(is_row, y, 0)
             return jnp.sum(y.astype(jnp.float32) * d), y
 
@@ -259,7 +259,7 @@ def test_gpus_hold_the_kernels_and_no_sorted_copy(gpu: str, dtype: str, products
     def both_passes(x: jax.Array, weights: jax.Array, matrices: Any, groups: Groups, d: jax.Array) -> Any:
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("gate_up"))
         def run(x: jax.Array, weights: jax.Array, own: Any) -> jax.Array:
-            return experts_on_rows(x, weights, groups, *own, "auto")
+            return experts_on_rows(x, weights, groups, own[0], own[1], "auto")
 
         y, pull_back = jax.vjp(run, x, weights, matrices)
         d_x, d_weights, d_matrices = pull_back(d)

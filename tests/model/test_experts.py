@@ -1,5 +1,6 @@
 """Experts compute what their definition says: choices, weights, losses, drops and gradients, on one device and on many."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -101,11 +102,17 @@ def expected(kind: str) -> Any:
     return weights, x, d, jax.tree.map(np.asarray, (results, gradients))
 
 
+def mesh_of(axes: dict[str, int]) -> jax.sharding.Mesh:
+    """A mesh with axes of these sizes, the others of one."""
+    sizes: dict[str, Any] = {"fsdp": 1} | axes
+    return make_mesh(MeshConfig(**sizes))
+
+
 def found(kind: str, mesh: jax.sharding.Mesh, slots: float, float8: DTypeLike | None = None) -> Any:
     """Results and gradients; `float8` is the format of the matrices that are multiplied in float8."""
     weights, x, d, _ = expected(kind)
     jax.set_mesh(mesh)
-    config, parallel = model_config(kind), PLAIN.__class__(**{**PLAIN.__dict__, "expert_slots": slots})
+    config, parallel = model_config(kind), dataclasses.replace(PLAIN, expert_slots=slots)
     experts = jax.jit(functools.partial(Experts, config))(jax.random.key(0))
     leaves, tree = jax.tree.flatten(experts)
     placed = [jax.device_put(weights[name], leaf.sharding) for name, leaf in zip(named_arrays(experts), leaves, strict=True)]
@@ -146,7 +153,7 @@ def test_results_and_gradients_are_those_of_the_definition(kind: str, slots: flo
     ],
 )
 def test_devices_share_the_experts(kind: str, axes: dict[str, int], slots: float):
-    same(found(kind, make_mesh(MeshConfig(**{"fsdp": 1} | axes)), slots), expected(kind)[3])
+    same(found(kind, mesh_of(axes), slots), expected(kind)[3])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +164,7 @@ def test_devices_share_the_experts(kind: str, axes: dict[str, int], slots: float
     ],
 )
 def test_the_program_of_float8_computes_the_same_where_nothing_is_rounded(kind: str, axes: dict[str, int], slots: float):
-    mesh = make_mesh(MeshConfig(**{"fsdp": 1} | axes)) if axes else single_device_mesh()
+    mesh = mesh_of(axes) if axes else single_device_mesh()
     same(found(kind, mesh, slots, "float32"), expected(kind)[3])
 
 

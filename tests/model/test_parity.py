@@ -135,6 +135,7 @@ def _hf_arrays(model: Llama) -> dict[str, np.ndarray]:
         arrays["lm_head.weight"] = model.head[...]
     for n in range(config.num_layers):
         layers, i = (model.dense_layers, dense.index(n)) if n in dense else (model.layers, sparse.index(n))
+        assert layers is not None
         wqkv = np.asarray(layers.attention.wqkv[...])[i]
         arrays |= {
             f"model.layers.{n}.input_layernorm.weight": np.asarray(layers.attention_norm.scale[...])[i],

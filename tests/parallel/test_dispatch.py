@@ -1,6 +1,8 @@
 """The way of tokens to experts and back, against plain loops: no choice is lost, none is sent twice, and weights and counts
 arrive to the bit."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,7 @@ def test_rows_weights_and_counts_arrive_as_they_left(dtype):
     route = dispatch.route(jnp.asarray(choices()), E, block)
     x = jax.random.normal(jax.random.key(0), (N, WIDTH), dtype)
     weights = jax.random.uniform(jax.random.key(1), (N, K))
-    blocks = dispatch.pack(x, weights, route, block)
+    blocks: Any = dispatch.pack(x, weights, route, block)
     assert blocks.shape == (E // 2 * block.rows, WIDTH)
     assert blocks.dtype == dtype
     rows, own_weights, counts = map(np.asarray, dispatch.unpack(blocks, block))
@@ -75,7 +77,8 @@ def test_gradients_are_those_of_gathers_and_sums():
     is_there = route.source.reshape(-1) < N * K
 
     def sent(x: jax.Array, weights: jax.Array) -> jax.Array:
-        rows, own, _ = dispatch.unpack(dispatch.pack(x, weights, route, block), block)
+        came: Any = dispatch.unpack(dispatch.pack(x, weights, route, block), block)
+        rows, own, _ = came
         return jnp.where(is_there[:, None], rows[slots] * own[slots, None], 0)
 
     def gathered(x: jax.Array, weights: jax.Array) -> jax.Array:

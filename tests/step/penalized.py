@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from llamajax.config.parallel import TensorForm
+from llamajax.config.parallel import PLAIN, ParallelConfig
 from llamajax.config.run import Config
 from llamajax.model import Llama
 from llamajax.model.layers import MLP, Auxiliary
@@ -28,13 +28,13 @@ class PenalizedMLP(MLP):
     def __call__(
         self,
         x: jax.Array,
-        tensor: TensorForm = "collective",
+        parallel: ParallelConfig = PLAIN,
         *,
         gates_in_stack: bool = False,
         is_saved: bool = True,
         seeds: jax.Array | None = None,
     ) -> tuple[jax.Array, Auxiliary]:
-        out, _ = self.mlp(x, tensor, gates_in_stack=gates_in_stack, is_saved=is_saved, seeds=seeds)
+        out, _ = self.mlp(x, parallel, gates_in_stack=gates_in_stack, is_saved=is_saved, seeds=seeds)
         return out, auxiliary_of(out)
 
 
