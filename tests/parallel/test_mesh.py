@@ -54,8 +54,8 @@ def test_an_axis_more_is_a_row_more_in_one_table():
     assert child.returncode == 0, child.stderr
     before, after = child.stdout.splitlines()
     assert (
-        "('pipeline', 'data', 'island', 'fsdp', 'sequence', 'tensor') P(None, ('island', 'fsdp', 'sequence'), 'tensor')"
-        in after
+        "('pipeline', 'data', 'island', 'fsdp', 'expert', 'sequence', 'tensor')"
+        " P(None, ('island', 'fsdp', 'expert', 'sequence'), 'tensor')" in after
     )
     assert before.split()[-1] == after.split()[-1]
 

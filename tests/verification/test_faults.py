@@ -114,7 +114,7 @@ def test_trials_lead_to_the_setting_that_the_fault_needs():
 
 @pytest.mark.slow
 def test_programs_of_stages_are_verified_and_a_fault_in_them_is_found():
-    axes = {"pipeline": 2, "data": 1, "fsdp": 2, "sequence": 1, "tensor": 2}
+    axes = {"pipeline": 2, "data": 1, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
     changes = {"model.num_layers": 8, "mesh.stages": (5, 3), "train.grad_accum_steps": 4, "parallel.zero": 1}
     changes |= {f"mesh.{axis}": size for axis, size in axes.items()} | {"mesh.num_cpu_devices": 8}
     config = scale_down(tiny_config().changed(changes), axes, axes)
