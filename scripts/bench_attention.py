@@ -17,12 +17,9 @@ Exit code 1: a kernel failed, or its output or gradients differ from XLA's `plai
 import argparse
 import importlib.util
 import itertools
-import json
-import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,19 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from llamajax.config.parallel import MeshConfig
-from llamajax.errors import ConfigError, UserError
 from llamajax.kernels import choice
 from llamajax.kernels.attention import Mask, attend, with_sight
 from llamajax.kernels.choice import Kernel, Site, compute_capability, is_on_gpu
-from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
-from llamajax.processes.exit import end_with, exit_code
+from llamajax.processes.exit import end_with
 from llamajax.units import format_bytes
-from llamajax.watch.console import log_own, print_table
-from llamajax.watch.option_files import check_outputs, write_output
-from scripts.bench import card
-from scripts.bench_gpu import about
+from scripts.bench import compare
+from scripts.bench.compare import Rounds, several_numbers, take_turns
 
 KERNELS: tuple[Kernel, ...] = ("plain", "pallas", "cudnn", "tokamax", "triton")
 PASSES = {"forward": 1.0, "backward": 2.5}
@@ -55,16 +47,15 @@ TOLERANCE = 2e-2  # for bfloat16 results, as a share of the largest number
 
 
 class Size(NamedTuple):
-    """Size of the measurement and its repetitions: `calls` in each of `rounds`."""
+    """Size of the measurement and its repetitions."""
 
     tokens: int
     heads: int
     kv_heads: int
-    rounds: int
-    calls: int
+    rounds: Rounds
 
 
-GPU, TOY = Size(16_384, 32, 8, rounds=8, calls=10), Size(128, 2, 1, rounds=2, calls=1)
+GPU, TOY = Size(16_384, 32, 8, compare.GPU), Size(128, 2, 1, compare.TOY)
 
 
 class Case(NamedTuple):
@@ -148,9 +139,8 @@ def measure(case: Case, size: Size, *, timed: bool) -> list[dict[str, Any]]:
             backward = partial(programs["backward"], programs["keep"](q, k, v, seen), d_out)
             both = {"forward": partial(programs["forward"], q, k, v, seen), "backward": backward}
             results = [np.asarray(x, np.float32) for way in PASSES for x in jax.tree.leaves(both[way]())]
-        except (UserError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            # llamajax, XLA, the GPU or the kernel's library refused it: the row and the exit code report it.
-            row["wrong"] = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        except compare.REFUSALS as error:
+            row["wrong"] = compare.reason(error)
             continue
         truth = results if kernel == "plain" else truth
         if truth:
@@ -162,7 +152,7 @@ def measure(case: Case, size: Size, *, timed: bool) -> list[dict[str, Any]]:
         made |= {(kernel, way): programs[way] for way in PASSES}
         calls |= {(kernel, way): call for way, call in both.items()}
     flops = 4 * seen_pairs(ids, rows, case.seq_len) * size.heads * case.head_dim
-    taken = take_turns(calls, size)
+    taken = take_turns(calls, size.rounds)
     for (kernel, way), seconds in taken.items() if timed else ():
         low, median, high = statistics.quantiles(seconds, n=4)
         best = min(statistics.median(times) for (_, other), times in taken.items() if other == way)
@@ -179,35 +169,15 @@ def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
     return jax.device_put(jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), lies)
 
 
-def take_turns(calls: Mapping[Any, Callable[[], Any]], size: Size) -> dict[Any, list[float]]:
-    """Returns the seconds per call in every round, by name."""
-    taken = {which: list[float]() for which in calls}
-    for number in range(size.rounds):
-        for which in list(calls)[:: 1 if number % 2 == 0 else -1]:
-            result = jax.block_until_ready(calls[which]())
-            started = time.perf_counter()
-            for _ in range(size.calls):
-                result = calls[which]()
-            jax.block_until_ready(result)
-            taken[which].append((time.perf_counter() - started) / size.calls)
-    return taken
-
-
 _FORMS: dict[str, Callable[[Any], str]] = {"error": "{:.1e}".format}
 for _way in PASSES:
     _FORMS |= {f"{_way}_ms": "{:.3f}".format, f"{_way}_spread": "{:.1%}".format, f"{_way}_of_best": "{:.0%}".format}
     _FORMS |= {f"{_way}_tflops": "{:.0f}".format, f"{_way}_peak": format_bytes}
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def table(rows: Sequence[compare.Row]) -> Table:
     """Formats the table of one case."""
-    shown = Table("kernel", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    names = {name: None for row in rows for name in row if name not in (*Case._fields, "kernel")}
-    for name in names:
-        shown.add_column(name.replace("_", " "), justify="right" if name in _FORMS else "left")
-    for row in rows:
-        shown.add_row(row["kernel"], *(_FORMS.get(name, str)(row[name]) if name in row else "-" for name in names))
-    return shown
+    return compare.table(rows, _FORMS, Case._fields)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
@@ -234,60 +204,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     return found, list(itertools.starmap(Case, itertools.product(found.head_dims, seq_lens, documents, rows)))
 
 
-def several_numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
-    """Returns a reader of comma-separated numbers."""
-
-    def read(text: str) -> tuple[int, ...]:
-        numbers = text.split(",")
-        if wrong := [number for number in numbers if not number.isdecimal() or not least <= int(number) <= most]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not a whole number from {least} to {most}")
-        return tuple(map(int, numbers))
-
-    return read
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measures. Returns the exit code: 1 if a kernel is wrong."""
     options, cases = parse(arguments)
-    wrong: set[str] = set()
-    code = exit_code(
-        lambda: wrong.update(measure_all(options, cases)),
-        memory_remedy="a GPU that nothing else uses", disk="stdout", disk_remedy="check it and try again",
-    )  # fmt: skip
-    return code or bool(wrong)
-
-
-def measure_all(options: argparse.Namespace, cases: Sequence[Case]) -> set[str]:
-    """Measures and prints all cases. Returns the kernels that are wrong.
-
-    Raises:
-        ConfigError: no GPU exists, or a file cannot be written.
-    """
-    named, rows = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
-    check_outputs(named, named)
-    hardware = card.hardware(toy=options.toy)
-    prepare(toy=options.toy)
-    found = about(hardware) | {"toy": options.toy, "rows": rows}
-    log_own(f"device     {hardware['name']}{'; times and memory: not measured' if options.toy else ''}")
-    for case in cases:
-        log_own(f"\n{case}")
-        rows += measure(case, TOY if options.toy else GPU, timed=not options.toy)
-        print_table(table(rows[-len(KERNELS) :]))
-        write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
-    wrong = {row["kernel"] for row in rows if "wrong" in row}
-    log_own(f"wrong: {', '.join(sorted(wrong))}" if wrong else "no kernel is wrong")
-    return wrong
-
-
-def prepare(*, toy: bool) -> None:
-    """Makes one GPU, or a CPU, the mesh of this process. Raises `ConfigError` if jax finds no GPU."""
-    if toy:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-        jax.config.update("jax_platforms", "cpu")
-    os.environ["CUDA_VISIBLE_DEVICES"] = card.index()
-    if not toy and jax.default_backend() != "gpu":
-        raise ConfigError("nvidia-smi finds a GPU, but jax does not; pip install 'llamajax[cuda13]'")
-    jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1]))
+    size = TOY if options.toy else GPU
+    return compare.compare(
+        options, cases, lambda case, _: measure(case, size, timed=not options.toy), table, untimed="times and memory"
+    )
 
 
 if __name__ == "__main__":

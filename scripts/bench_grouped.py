@@ -16,7 +16,6 @@ Exit code 1: a kernel failed, or its results or gradients differ from the defini
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,19 +31,16 @@ import numpy as np
 from jax import P
 from rich.table import Table
 
-from llamajax.errors import UserError
 from llamajax.estimates.gpus import find_gpu
 from llamajax.kernels.choice import GroupedSite, compute_capability, grouped_obstacle, is_on_gpu
 from llamajax.kernels.grouped import experts_on_rows
 from llamajax.kernels.grouped_pallas import padded
 from llamajax.parallel.dispatch import Groups
 from llamajax.parallel.float8 import E4M3, LEAST_CAPABILITY, Float8, rounded
-from llamajax.processes.exit import end_with, exit_code
-from llamajax.watch.console import log_own, print_table
-from llamajax.watch.option_files import check_outputs, write_output
-from scripts.bench import card
-from scripts.bench_attention import Size, prepare, several_numbers, take_turns
-from scripts.bench_gpu import about, several
+from llamajax.processes.exit import end_with
+from scripts.bench import compare
+from scripts.bench.compare import Rounds, several_numbers, take_turns
+from scripts.bench_gpu import several
 
 KERNELS = ("dense", "pallas", "pallas float8", "tokamax", "plain")
 PASSES = {"forward": 1, "backward": 2}
@@ -63,7 +59,6 @@ class Shape(NamedTuple):
 
 MODELS = {"qwen3_30b_a3b": Shape(16, 2048, 768), "mixtral_8x7b": Shape(8, 4096, 14336)}
 TOY = {"toy": Shape(4, 40, 24)}
-GPU_SIZE, TOY_SIZE = Size(0, 0, 0, rounds=8, calls=10), Size(0, 0, 0, rounds=2, calls=1)
 
 
 class Case(NamedTuple):
@@ -88,7 +83,7 @@ def random_groups(shape: Shape, rows: int) -> Groups:
 
 
 class Operands(NamedTuple):
-    """What a layer's experts compute with, and the gradient of their results."""
+    """Inputs of a layer's experts, and the gradient of their results."""
 
     x: jax.Array
     """Tokens [R, I], in any order."""
@@ -177,7 +172,7 @@ def obstacle(kernel: str) -> str | None:
     return grouped_obstacle(asked, GroupedSite(is_on_gpu(), "bfloat16", is_float8, capability)) if asked != "dense" else None
 
 
-def measure(case: Case, shape: Shape, size: Size, peak: float | None, *, timed: bool) -> list[dict[str, Any]]:
+def measure(case: Case, shape: Shape, rounds: Rounds, peak: float | None, *, timed: bool) -> list[dict[str, Any]]:
     """Returns a row for each kernel: its `error`, and the times of both passes; or why it `cannot` or is `wrong`."""
     groups, num_tokens = random_groups(shape, case.rows), shape.experts * case.rows
     operands = random_operands(shape, groups)
@@ -196,9 +191,8 @@ def measure(case: Case, shape: Shape, size: Size, peak: float | None, *, timed: 
         try:
             own = ways(kernel)
             found = truth if kernel == "dense" else results(groups, own)
-        except (UserError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            # llamajax, XLA, the GPU or the kernel's library refused it: the row and the exit code report it.
-            row["wrong"] = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        except compare.REFUSALS as error:
+            row["wrong"] = compare.reason(error)
             continue
         if kernel != "dense":
             off = [np.linalg.norm(own - true) / np.linalg.norm(true) for own, true in zip(found, truth, strict=True)]
@@ -207,7 +201,7 @@ def measure(case: Case, shape: Shape, size: Size, peak: float | None, *, timed: 
                 row["wrong"] = f"off the definition by more than {most}"
                 continue
         calls |= {(kernel, way): call for way, call in own.items()}
-    taken, flops = take_turns(calls, size), 6 * num_tokens * shape.width * shape.hidden
+    taken, flops = take_turns(calls, rounds), 6 * num_tokens * shape.width * shape.hidden
     for (kernel, way), seconds in taken.items() if timed else ():
         low, median, high = statistics.quantiles(seconds, n=4)
         rate = PASSES[way] * flops / median
@@ -232,15 +226,9 @@ for _way in PASSES:
     _FORMS |= {f"{_way}_of_dense": "{:.0%}".format, f"{_way}_of_peak": "{:.1%}".format}
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def table(rows: Sequence[compare.Row]) -> Table:
     """Formats the table of one case."""
-    shown = Table("kernel", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    names = {name: None for row in rows for name in row if name not in (*Case._fields, "kernel")}
-    for name in names:
-        shown.add_column(name.replace("_", " "), justify="right" if name in _FORMS else "left")
-    for row in rows:
-        shown.add_row(row["kernel"], *(_FORMS.get(name, str)(row[name]) if name in row else "-" for name in names))
-    return shown
+    return compare.table(rows, _FORMS, Case._fields)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
@@ -261,36 +249,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
 def main(arguments: Sequence[str]) -> int:
     """Measures. Returns the exit code: 1 if a kernel is wrong."""
     options, cases = parse(arguments)
-    wrong: set[str] = set()
-    code = exit_code(
-        lambda: wrong.update(measure_all(options, cases)),
-        memory_remedy="a GPU that nothing else uses", disk="stdout", disk_remedy="check it and try again",
-    )  # fmt: skip
-    return code or bool(wrong)
 
+    def measured(case: Case, hardware: Mapping[str, Any]) -> list[compare.Row]:
+        gpu, rounds = find_gpu(hardware["name"]), compare.TOY if options.toy else compare.GPU
+        peak = None if gpu is None else gpu.peak_flops
+        return measure(case, (MODELS | TOY)[case.model], rounds, peak, timed=not options.toy)
 
-def measure_all(options: argparse.Namespace, cases: Sequence[Case]) -> set[str]:
-    """Measures and prints all cases. Returns the kernels that are wrong.
-
-    Raises:
-        ConfigError: no GPU exists, or a file cannot be written.
-    """
-    named, rows = {"--json": options.json} if options.json else {}, list[dict[str, Any]]()
-    check_outputs(named, named)
-    hardware = card.hardware(toy=options.toy)
-    prepare(toy=options.toy)
-    gpu = find_gpu(hardware["name"])
-    found = about(hardware) | {"toy": options.toy, "rows": rows}
-    log_own(f"device     {hardware['name']}{'; times: not measured' if options.toy else ''}")
-    for case in cases:
-        log_own(f"\n{case}")
-        shape, size = (MODELS | TOY)[case.model], TOY_SIZE if options.toy else GPU_SIZE
-        rows += measure(case, shape, size, None if gpu is None else gpu.peak_flops, timed=not options.toy)
-        print_table(table(rows[-len(KERNELS) :]))
-        write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
-    wrong = {row["kernel"] for row in rows if "wrong" in row}
-    log_own(f"wrong: {', '.join(sorted(wrong))}" if wrong else "no kernel is wrong")
-    return wrong
+    return compare.compare(options, cases, measured, table, untimed="times")
 
 
 if __name__ == "__main__":

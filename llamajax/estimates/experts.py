@@ -15,7 +15,7 @@ _SLOT_MULTIPLE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """What a device sends its peers in one all-to-all of a layer, and what it multiplies then."""
+    """Sizes of one all-to-all of a layer on a device, and of the products that follow it."""
 
     peers: int
     """Devices that hold different experts."""

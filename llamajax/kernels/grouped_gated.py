@@ -23,7 +23,7 @@ tile."""
 
 
 class Gradients(NamedTuple):
-    """What the backward pass of a hidden layer yields, expert after expert."""
+    """Results of the backward pass of a hidden layer, expert after expert."""
 
     d_h: Float[Array, "P AF"]
     """Gradient of gates and inputs."""

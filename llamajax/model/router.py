@@ -14,7 +14,7 @@ from llamajax.parallel.sequence import reordered
 
 
 class Choices(NamedTuple):
-    """What a router decides for n tokens, k experts each."""
+    """The router's choices for n tokens, k experts each."""
 
     experts: Int32[Array, "n k"]
     weights: Float32[Array, "n k"]

@@ -1,4 +1,4 @@
-"""What a step learns about its experts: the load of each, for reports and for the biases that even loads out."""
+"""Measures the load of every expert in a step, reports it, and moves the biases that balance the loads."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What cannot run together with experts is named, with a remedy."""
+"""Settings that exclude experts are refused, each in one line with a remedy."""
 
 from typing import Any
 

@@ -176,8 +176,9 @@ def test_arrays_in_float8_that_pallas_cannot_index_are_refused():
     """Its offsets have 32 bits up to 4 GiB, with a sign."""
     like: Any = jax.ShapeDtypeStruct
     x, w = (Float8(like(n, E4M3), jnp.ones(()), jnp.dtype("bfloat16")) for n in ((2**20, 2048), (4, 2048, 8)))
+    groups: Any = groups_of(SIZES["uneven"])
     with pytest.raises(ConfigError, match=r"^model.matmul_dtype: float8 has 2\^31 or more numbers in an array .*; set"):
-        grouped_pallas.times(x, w, groups_of(SIZES["uneven"]), "x")  # pyright: ignore[reportArgumentType]
+        grouped_pallas.times(x, w, groups, "x")
 
 
 def plain_values(x: Float8) -> np.ndarray:

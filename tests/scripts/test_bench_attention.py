@@ -23,12 +23,13 @@ from llamajax.parallel.sharding import spec
 from llamajax.planning.xla.compile import planned_mesh
 from scripts import bench_attention
 from scripts.bench.case import ROOT
+from scripts.bench.compare import Rounds, take_turns
 from scripts.bench.jax_rows import fused_calls
-from scripts.bench_attention import Case, Size, compiled, main, measure, parse, seen_pairs, segment_ids, table, take_turns
+from scripts.bench_attention import Case, Size, compiled, main, measure, parse, seen_pairs, segment_ids, table
 from tests.planning.plans import CONFIG
 from tests.tiny import single_device_mesh
 
-SMALL = Size(64, 2, 1, rounds=2, calls=1)
+SMALL = Size(64, 2, 1, Rounds(rounds=2, calls=1))
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def test_pairs_are_counted_one_by_one():
 def test_kernels_take_turns_there_and_back():
     called = []
     calls = {name: lambda name=name: called.append(name) for name in "abc"}
-    taken = take_turns(calls, Size(0, 0, 0, rounds=2, calls=3))
+    taken = take_turns(calls, Rounds(rounds=2, calls=3))
     assert [name for name, _ in itertools.groupby(called)] == ["a", "b", "c", "b", "a"]
     assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2, "c": 2}
 

@@ -13,11 +13,11 @@ import pytest
 
 from scripts import bench_grouped
 from scripts.bench.case import ROOT
-from scripts.bench_attention import Size
+from scripts.bench.compare import Rounds
 from scripts.bench_grouped import MODELS, TOY, Case, Shape, main, measure, parse, random_groups, table
 from tests.tiny import single_device_mesh
 
-SMALL = Size(0, 0, 0, rounds=2, calls=1)
+SMALL = Rounds(rounds=2, calls=1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What a step learns about its experts, and how biases follow it."""
+"""Loads of experts in a step, and the biases that follow them."""
 
 from typing import Any
 

@@ -84,7 +84,7 @@ def test_a_run_killed_on_one_number_of_expert_shards_after_another_ends_like_the
             runs.finish(process)
             continue
         wanted = killed_at + SAVE_EVERY
-        runs.wait_until(lambda: max(runs.committed_steps(run_dir), default=0) >= wanted, [process])  # noqa: B023
+        runs.wait_until(lambda wanted=wanted: max(runs.committed_steps(run_dir), default=0) >= wanted, [process])
         process.kill()
         output, _ = process.communicate()
         assert process.returncode == -signal.SIGKILL, output

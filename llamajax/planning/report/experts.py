@@ -1,4 +1,4 @@
-"""What a plan says of experts: their bytes on a device, the tokens that come to it, and the rounds that these take."""
+"""Figures of experts in a plan: their bytes on a device, the tokens that it receives, and the rounds of all-to-alls."""
 
 from collections.abc import Mapping
 from typing import Any

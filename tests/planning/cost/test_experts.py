@@ -68,7 +68,7 @@ def test_rows_that_come_take_time_in_whole_tiles(kernel, loads):
 
 
 def test_few_rows_take_as_long_as_their_matrices():
-    """Of 80 rows ten come to each expert: one tile each, in less time than all matrices need."""
+    """Each expert gets ten of 80 rows, which is one tile, in less time than all matrices need."""
     compiled = program("grouped_rows")
     load = Loads(mean=(80 / ROWS,), busiest=(80 / ROWS,))
     found = CostModel(compiled, MACHINE, loads=load).cost(compiled.entry.root, compiled.entry)

@@ -1,4 +1,4 @@
-"""What a plan says of experts."""
+"""Figures of experts in a plan."""
 
 import io
 
