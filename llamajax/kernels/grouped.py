@@ -60,17 +60,8 @@ def experts_on_rows(
 
 # `into` and `out_of` are the factors and have no gradient; their stand-ins receive the matrices' gradients.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(
-    form: Form,
-    x: jax.Array,
-    weights: jax.Array,
-    into: Factor,
-    into_stand_in: jax.Array | None,
-    out_of: Factor,
-    out_of_stand_in: jax.Array | None,
-    groups: Groups,
-) -> jax.Array:
-    return _forward(form, x, weights, into, into_stand_in, out_of, out_of_stand_in, groups)[0]
+def _experts(form: Form, *arrays: Any) -> jax.Array:
+    return _forward(form, *arrays)[0]
 
 
 def _forward(
