@@ -201,6 +201,11 @@ class ModelConfig(Section):
         return shortest_round([windows[kind] for kind in itertools.islice(kinds, self.num_layers)])
 
     @property
+    def has_layers_of_two_kinds(self) -> bool:
+        """Whether some layers have experts and others a dense MLP, so that they are stored in two stacks."""
+        return self.experts.enabled and bool(self.experts.dense_layers(self.num_layers))
+
+    @property
     def float8_weights(self) -> tuple[str, ...]:
         """Matrices of a layer, among `MATRICES`, that training multiplies in float8."""
         exempt = MATRICES if self.matmul_dtype == "compute_dtype" else self.float8_exempt

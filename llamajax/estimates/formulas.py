@@ -277,7 +277,9 @@ def state_in_host_memory(config: Config) -> frozenset[tuple[str, int]]:
 
 
 def state_shares(config: Config) -> list[float]:
-    """Returns the values of `offload.optimizer` that differ in effect, from 0 to 1."""
+    """Returns the values of `offload.optimizer` that differ in effect, from 0 to 1, as far as the run can have them."""
+    if config.model.has_layers_of_two_kinds:
+        return [0.0]
     sizes = [size for _, size in _movable_state(config)]
     return [size / sum(sizes) for size in itertools.accumulate(sizes, initial=0)]
 

@@ -41,7 +41,7 @@ from llamajax.step.loss import losses
 from llamajax.step.pipeline import Sums, add_gradients, with_attributes
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.state import TrainState
-from llamajax.step.step import apply_gradients, begin, end
+from llamajax.step.step import begin, end, finish
 
 Program = Callable[..., Any]
 """A compiled program."""
@@ -257,9 +257,7 @@ def compile_grouped(
 def finish_step(config: Config, state: TrainState, total: Total) -> tuple[TrainState, Metrics]:
     """Returns the results of `train_step` from the gradients and sums of all micro-batches."""
     metrics, sums = end(begin(config, state.weights), *total)
-    count = jnp.maximum(metrics["tokens"], 1)
-    state, update_metrics = apply_gradients(config, state, sums, metrics["tokens"], divisor=count)
-    return state, metrics | update_metrics
+    return finish(config, state, metrics, sums, divisor=jnp.maximum(metrics["tokens"], 1))
 
 
 def model_has_first(weights: Weights) -> bool:

@@ -39,7 +39,7 @@ from llamajax.step.frozen import combine
 from llamajax.step.resolve import ResolvedRun
 from llamajax.step.stage import Stage, Total, Weights
 from llamajax.step.state import TrainState
-from llamajax.step.step import apply_gradients, begin, end
+from llamajax.step.step import begin, end, finish
 
 Program = Callable[..., Any]
 """A compiled program."""
@@ -113,8 +113,7 @@ class StagedStep:
 def finish_step(config: Config, state: TrainState, total: Total) -> tuple[TrainState, Metrics]:
     """Returns the results of `train_step` from the gradients and sums of all stages."""
     metrics, grads = reduced(config, state.model, total)
-    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"])
-    return state, metrics | update_metrics
+    return finish(config, state, metrics, grads)
 
 
 def reduced(config: Config, model: Llama, total: Total) -> tuple[Metrics, Llama]:

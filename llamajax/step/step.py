@@ -161,11 +161,19 @@ def train_step(run: ResolvedRun, state: TrainState, batch: Batch) -> tuple[Train
     if run.config.adapters.enabled and run.config.adapters.dropout:
         batch |= {"seeds": token_seeds(run.config.seed, state.step, batch["tokens"])}
     metrics, sums = summed_gradients(run, state.weights, batch)
-    count = jnp.maximum(metrics["tokens"], 1)
-    statistics = metrics.pop("expert_statistics", None)
-    state, update_metrics = apply_gradients(run.config, state, sums, metrics["tokens"], count, statistics)
-    of_experts = {} if statistics is None else expert_metrics(statistics, run.config.model.experts)
-    return state, told(run.config.objective, metrics) | of_experts | update_metrics
+    return finish(run.config, state, metrics, sums, divisor=jnp.maximum(metrics["tokens"], 1))
+
+
+def finish(
+    config: Config, state: TrainState, metrics: dict[str, jax.Array], grads: Any, divisor: jax.Array | int = 1
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Returns the results of `train_step` from its summed metrics and gradients; the step's forms with several programs end
+    with it too. Arguments as for `apply_gradients`."""
+    statistics = metrics.get("expert_statistics")
+    metrics = {name: value for name, value in metrics.items() if name != "expert_statistics"}
+    state, update_metrics = apply_gradients(config, state, grads, metrics["tokens"], divisor, statistics)
+    of_experts = {} if statistics is None else expert_metrics(statistics, config.model.experts)
+    return state, told(config.objective, metrics) | of_experts | update_metrics
 
 
 def told(objective: ObjectiveConfig, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:

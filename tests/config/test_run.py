@@ -77,6 +77,13 @@ def test_every_section_is_tested():
         ({"offload": OffloadConfig(activations=("input",)), "mesh": MeshConfig(pipeline=2)}, "offload.activations"),
         ({"offload": OffloadConfig(activations=("input",)), "parallel": ParallelConfig(stack="scan")}, "parallel.stack"),
         ({"offload": OffloadConfig(activations="auto", fraction=0.5), "model": MIXTRAL}, "offload.fraction"),
+        (
+            {
+                "offload": OffloadConfig(optimizer=1.0),
+                "model": dataclasses.replace(MIXTRAL, experts=ExpertsConfig(num_experts=8, first_dense_layers=1)),
+            },
+            "offload.optimizer",
+        ),
         ({"offload": OffloadConfig(tiers=TiersConfig(nvme_dir="d"))}, "offload.tiers.nvme_dir"),
         (
             {"offload": OffloadConfig(activations="auto", optimizer=1.0, parameters="all", tiers=TiersConfig(nvme_dir="d"))},

@@ -19,7 +19,8 @@ from llamajax.config.training import TrainConfig
 from llamajax.estimates import communication, device_memory, formulas
 from llamajax.estimates.experts import Dispatch, num_exchanges
 from llamajax.model import Llama
-from llamajax.model.experts import Experts, _Way
+from llamajax.model.experts import Experts
+from llamajax.model.token_dispatcher import TokenDispatcher
 from llamajax.parallel.dispatch import Block
 from llamajax.parallel.mesh import make_mesh
 from llamajax.parallel.sharding import spec
@@ -154,7 +155,8 @@ def test_blocks_are_those_of_the_layer(axes, slots, seq_len):
         )
 
         def block(key: jax.Array, x: jax.Array) -> jax.Array:
-            return jnp.zeros(_Way.of(Experts(config.model, key), x, config.parallel).block)
+            weights = {"router": Experts(config.model, key).router[...]}
+            return jnp.zeros(TokenDispatcher.of(config.model.experts, weights, x, config.parallel).block)
 
         found = jax.eval_shape(block, jax.random.key(0), x).shape
     way = Dispatch.of(config, mesh_of(config))
