@@ -122,8 +122,11 @@ def offload_problems(
     """Yields one `key: rule; remedy` line for each reason why what such a run names cannot wait in host memory."""
     if offload.state_share and mesh.pipeline != 1:
         yield "offload.optimizer: the stages of a pipeline keep their state on the card; set none, or mesh.pipeline: 1"
-    if offload.state_share and model.has_layers_of_two_kinds:
-        yield "offload.optimizer: state in host memory needs layers of one kind, and some have no experts; set none"
+    if model.has_layers_of_two_kinds:
+        if offload.state_share:
+            yield "offload.optimizer: state in host memory needs layers of one kind, and some have no experts; set none"
+        if offload.tiers.nvme_dir is not None:
+            yield "offload.tiers.nvme_dir: needs layers of one kind, and some have no experts; remove it"
     if offload.parameters == "all":
         yield from _parameter_problems(model, parallel)
     if offload.tiers.nvme_dir is not None and offload.parameters == "all":

@@ -157,11 +157,13 @@ def exchange(stacked: jax.Array, layers: np.ndarray) -> list[jax.Array]:
 
 
 def _by_columns(stacked: jax.Array) -> jax.Array:
-    """Returns weights that are split over `pipeline` by layer with all layers of some columns on each device, or, where no
-    dim is split over other axes, with all of everything."""
-    lies = jax.typeof(stacked).sharding.spec
-    embed = set(axes_of("embed"))
-    column = next((dim for dim, entry in enumerate(lies.partitions) if embed.intersection(as_tuple(entry))), None)
+    """Returns weights that are split over `pipeline` by layer with all layers of some columns on each device, or, where the
+    stages divide no dim that is split over other axes, with all of everything."""
+    sharding = jax.typeof(stacked).sharding
+    lies, own_shape = sharding.spec, sharding.shard_shape(stacked.shape)
+    embed, p = set(axes_of("embed")), sharding.mesh.shape[STAGE]
+    split = [dim for dim, entry in enumerate(lies.partitions) if embed.intersection(as_tuple(entry))]
+    column = next((dim for dim in split if own_shape[dim] % p == 0), None)
     if column is None:
         return jax.reshard(stacked, P(None, *lies.partitions[1:]))
     partitions = [None, *lies.partitions[1:]]

@@ -84,6 +84,13 @@ def test_every_section_is_tested():
             },
             "offload.optimizer",
         ),
+        (
+            {
+                "offload": OffloadConfig(activations="auto", tiers=TiersConfig(nvme_dir="d")),
+                "model": dataclasses.replace(MIXTRAL, experts=ExpertsConfig(num_experts=8, first_dense_layers=1)),
+            },
+            "offload.tiers.nvme_dir",
+        ),
         ({"offload": OffloadConfig(tiers=TiersConfig(nvme_dir="d"))}, "offload.tiers.nvme_dir"),
         (
             {"offload": OffloadConfig(activations="auto", optimizer=1.0, parameters="all", tiers=TiersConfig(nvme_dir="d"))},

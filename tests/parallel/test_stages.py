@@ -93,18 +93,21 @@ def test_the_ends_of_405b_have_the_empty_slots():
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(
-    ("lies", "num_layers"),
+    ("lies", "shape"),
     [
-        (P("pipeline", ("fsdp", "sequence"), None), 8),
-        (P(None, ("fsdp", "sequence", "pipeline"), None), 8),
-        (P(None, ("fsdp", "sequence", "pipeline"), None), 7),
-        (P("pipeline", None, None), 8),
-        (P(None, None, None), 7),
+        (P("pipeline", ("fsdp", "sequence"), None), (8, 16, 3)),
+        (P(None, ("fsdp", "sequence", "pipeline"), None), (8, 16, 3)),
+        (P(None, ("fsdp", "sequence", "pipeline"), None), (7, 16, 3)),
+        (P("pipeline", None, None), (8, 16, 3)),
+        (P(None, None, None), (7, 16, 3)),
+        (P("pipeline", "fsdp", ("sequence", "expert")), (8, 2, 12)),
+        (P("pipeline", "fsdp", ("sequence", "expert")), (8, 2, 3)),
     ],
     ids=str,
 )
-def test_every_stage_gets_its_layers_and_returns_their_gradients(lies, num_layers, chunks):
-    stacked = jax.device_put(np.arange(num_layers * 16 * 3, dtype=np.float32).reshape(num_layers, 16, 3), lies)
+def test_every_stage_gets_its_layers_and_returns_their_gradients(lies, shape, chunks):
+    num_layers, *_ = shape
+    stacked = jax.device_put(np.arange(np.prod(shape), dtype=np.float32).reshape(shape), lies)
     table = np.array(layers_of_stages(num_layers, 4, chunks))
     slots = jax.jit(lambda x: exchange(x, table))(stacked)
     kept = [np.where(layers == EMPTY, 0, 1)[..., None, None] for layers in np.moveaxis(table, 2, 0)]
