@@ -76,7 +76,8 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     rows, gates = _rounded(x, into, groups, at_rows=True), into.shape[2] // out_of.shape[1]
     h, hidden = _hidden_layer(form, rows, into, weights, groups, gates)
-    h = checkpoint_name(h, "gate_up")
+    # With three dims it can wait in host memory, see `llamajax.parallel.stack`.
+    h = checkpoint_name(h[None], "gate_up")
     y = _times(form, _rounded(hidden, out_of, groups, at_rows=False), out_of, groups, "out")
     # What has no gradient is None; an empty tuple says that another one is wanted, because jax keeps arrays alone.
     wanted = None if into_stand_in is None else rows, None if out_of_stand_in is None else ()
@@ -86,7 +87,7 @@ def _forward(
 def _backward(form: Form, kept: Any, dy: jax.Array) -> tuple[jax.Array | None, ...]:
     rows, trains_out_of, weights, h, into, out_of, groups = kept
     d_rows = _rounded(dy, out_of, groups, at_rows=True, is_gradient=True)
-    d_h, hidden, d_places = _hidden_gradients(form, d_rows, out_of, h, weights, groups)
+    d_h, hidden, d_places = _hidden_gradients(form, d_rows, out_of, h[0], weights, groups)
     d_weights = jnp.where(groups.is_row, d_places[groups.place], 0.0)
     d_out_of = d_into = None
     if trains_out_of is not None:

@@ -1,11 +1,14 @@
 """Saved values: a layer's forward pass makes them for its backward pass; meanwhile they are on card or host."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+
+from llamajax.parallel.sharding import as_tuple
 
 Policy = Callable[..., bool]
 """A policy of `jax.checkpoint`: whether the backward pass finds the results of a primitive saved."""
@@ -17,7 +20,7 @@ class Names(NamedTuple):
     of_input: str
     """Name of the part's input."""
     of_others: str
-    """Name of the values without a checkpoint name, or whose checkpoint name is inside a `shard_map`."""
+    """Name of the values without a checkpoint name."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
@@ -43,13 +46,24 @@ class Kept:
         return jax.tree.unflatten(self.tree, [next(kept) if place is None else again[place] for place in self.places])
 
 
-def noting(saved: Policy, named: dict[tuple[Any, ...], str]) -> Policy:
-    """Returns the same policy, which notes the checkpoint names of the values that it saves, by shape and dtype."""
+Kind = tuple[tuple[int, ...], Any]
+"""Shape of a device's part of an array, and its dtype: the same within `shard_map` and outside."""
+
+
+def kind_of(x: Any) -> Kind:
+    """Returns the kind of what `jax.typeof` returns for an array."""
+    sizes, lies = x.sharding.mesh.shape, x.sharding.spec.partitions
+    parts = [math.prod(sizes[axis] for axis in as_tuple(entry)) for entry in lies]
+    return tuple(dim // count for dim, count in zip(x.shape, parts, strict=True)), x.dtype
+
+
+def noting(saved: Policy, named: dict[Kind, set[str]]) -> Policy:
+    """Returns the same policy, which notes the checkpoint names of the values that it saves, by their kind."""
 
     def policy(primitive: Any, *values: Any, **params: Any) -> Any:
         is_saved = saved(primitive, *values, **params)
         if is_saved and primitive.name == "name":
-            named[values[0].shape, values[0].dtype] = params["name"]
+            named.setdefault(kind_of(values[0]), set()).add(params["name"])
         return is_saved
 
     return policy

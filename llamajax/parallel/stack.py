@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 
 from llamajax.parallel.arrays import after
 from llamajax.parallel.host_memory import DEVICE, HOST, moved
-from llamajax.parallel.saved_values import Kept, Names, Policy, joined, marked, noting, parted, unmarked
+from llamajax.parallel.saved_values import Kept, Kind, Names, Policy, joined, kind_of, marked, noting, parted, unmarked
 from llamajax.parallel.zero import PreparedWeights, gathered, no_gradient, stand_ins, trained_only, with_stand_ins
 
 Part = Callable[[Any, Any, Any], Any]
@@ -221,7 +221,7 @@ class Stack:
             def run(into: Any, x: Any, part: Part = part, own: Any = own) -> Any:
                 return part(with_stand_ins(own, into), x, shared)
 
-            named: dict[tuple[Any, ...], str] = {}
+            named: dict[Kind, set[str]] = {}
             if self.saved is not None:
                 run = jax.checkpoint(run, policy=noting(self.saved, named), prevent_cse=False)
             out, pull_back = jax.vjp(run, stand_ins(own), x)
@@ -229,17 +229,17 @@ class Stack:
             x = out
         return x, kept
 
-    def _goes_away(self, part: int, x: Any, named: Mapping[tuple[Any, ...], str]) -> Callable[[jax.Array], bool]:
+    def _goes_away(self, part: int, x: Any, named: Mapping[Kind, set[str]]) -> Callable[[jax.Array], bool]:
         """Returns the test for saved values of a part that wait in host memory: of those that are its input `x`, those of
-        the `named` shapes, and others."""
+        the `named` kinds, and others. Values of one kind go together."""
         inputs = set(map(id, jax.tree.leaves(x)))
 
         def goes_away(leaf: jax.Array) -> bool:
             if not self.offloaded or leaf.ndim < 3:
                 return False
             of_input, of_others = self.names[part]
-            name = of_input if id(leaf) in inputs else named.get((leaf.shape, leaf.dtype), of_others)
-            return name in self.offloaded
+            names = {of_input} if id(leaf) in inputs else named.get(kind_of(jax.typeof(leaf)), {of_others})
+            return not self.offloaded.isdisjoint(names)
 
         return goes_away
 

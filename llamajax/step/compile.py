@@ -26,6 +26,7 @@ Option = str | bool
 _ASSUMED_FRACTION = 0.80
 """Share of a GPU's memory that XLA's scheduler assumes to have (`GetSchedulerMemoryLimit`), whatever the process may use."""
 _DISABLED = "xla_disable_hlo_passes"
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EXCLUDES_NONDETERMINISTIC = "xla_gpu_exclude_nondeterministic_ops"
 """Option that excludes kernels that add with atomics. `xla_gpu_deterministic_ops` would also disable the choice of kernels
 by timing."""
@@ -66,7 +67,10 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
         if config.parallel.tensor == "ring" or axes["pipeline"] > 1:
             # Weights, or activations of stages, come from other nodes while tokens pass within a node; one at a time, they
             # would wait for every hop.
-            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
+            options[_AT_ONCE] = "2"
+        elif (config.parallel.expert_parts or 1) > 1:
+            # A layer's weights arrive and gradients leave while the tokens of several parts travel one after the other.
+            options[_AT_ONCE] = "3"
         if axes["pipeline"] > 1:
             # One communicator per pipeline; otherwise one of all devices, in which NCCL is slow (openxla/xla#40505).
             options["xla_gpu_collective_permute_connected_components"] = True

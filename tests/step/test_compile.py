@@ -149,6 +149,13 @@ def test_weights_do_not_wait_for_the_hops_of_a_ring(stack, tensor):
     assert limit == ("2" if tensor == "ring" else None)
 
 
+@pytest.mark.parametrize(("parts", "limit"), [(1, None), (2, "3")])
+def test_weights_and_gradients_do_not_wait_for_tokens_that_travel(parts, limit):
+    parallel = dataclasses.replace(PLAIN, stack="prefetch", expert_parts=parts)
+    config = tiny_config(parallel=parallel, mesh=MeshConfig(fsdp=2, expert=4)).changed({"model.experts.num_experts": 8})
+    assert compiler_options(on(config, 8)).get("xla_gpu_experimental_parallel_collective_overlap_limit") == limit
+
+
 def test_stages_have_communicators_of_their_own_and_send_while_others_gather():
     """XLA of this jaxlib supports every option of a pipeline."""
     config = tiny_config(mesh=MeshConfig(pipeline=2, fsdp=2, tensor=2), parallel=ParallelConfig(zero=1))

@@ -22,7 +22,7 @@ from llamajax.step.grouped_step import GroupedStep, GroupPrograms, compile_group
 from llamajax.step.layer_groups import IN_FLIGHT, Group
 from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import train_step
-from tests.step.test_offload import MESHES, SAVED
+from tests.step.test_offload import EXPERTS, MESHES, SAVED
 from tests.tiny import random_rows, resolved, single_device_mesh, tiny_config, to_device
 
 LAYERS = 3
@@ -88,6 +88,8 @@ def test_the_state_is_that_of_one_program(tmp_path):
 FORMS = [
     pytest.param("rows", "none", 1, {"parallel.sequence": "ring", "parallel.tensor": "ring"}, marks=pytest.mark.long),
     pytest.param("rows", "full", 2, {"model.tie_embeddings": True, "parallel.zero": 1}, marks=pytest.mark.long),
+    ("fsdp", "save_attention_qkv_mlp", 1, {"mesh.fsdp": 2, "mesh.expert": 4, "parallel.expert_parts": 2}
+     | {f"model.experts.{name}": x for name, x in EXPERTS.items()}),
     ("mixed", "save_attention_qkv_mlp", 2, {"parallel.zero": 2, "parallel.grad_reduce": "step",
                                             "train.frozen": ("layers.attention.",)}),
     pytest.param(

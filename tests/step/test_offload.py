@@ -3,14 +3,17 @@
 import itertools
 
 import jax
+import jax.extend.core
 import numpy as np
 import pytest
 
 from llamajax.config.offload import OffloadConfig
 from llamajax.config.parallel import MeshConfig, ParallelConfig
 from llamajax.config.training import TrainConfig
+from llamajax.parallel.host_memory import HOST
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.state import init_state
+from llamajax.step.compile import abstract_batch
+from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import loss_and_grads
 from tests.tiny import random_rows, resolved, tiny_config, to_device
 
@@ -27,7 +30,8 @@ SAVED = {
     "save_attention_qkv_mlp": ("input", "residual", "attention", "qkv", "gate_up"),
     "none": ("input", "residual", "attention", "gate_up"),
 }
-
+EXPERTS = {"num_experts": 8, "mlp_dim": 32, "bias_update_rate": 0.01}
+"""Settings of experts that move a bias."""
 
 SAMPLED = (5, 18, 26, 43, 51)
 """Combinations that have each mesh, form, policy and accumulation."""
@@ -81,3 +85,44 @@ def test_gradients_with_parted_tokens_are_the_same(mesh, form, fraction):
     offload = OffloadConfig(activations=SAVED["save_attention_qkv_mlp"], fraction=fraction)
     for own, like in zip(gradients(config.changed({"offload": offload})), gradients(config), strict=True):
         np.testing.assert_allclose(own, like, rtol=1e-5, atol=1e-6 * np.abs(like).max())
+
+
+def with_experts(**changes):
+    base = run_config("fsdp", "prefetch", "save_attention_qkv_mlp", 1)
+    own = {f"model.experts.{name}": x for name, x in EXPERTS.items()} | {"mesh.fsdp": 2, "mesh.expert": 4}
+    return base.changed(own | changes)
+
+
+def values_on_host(config):
+    """Dims of the values that a layer in the loop sends to the host, without the devices' rows or slots."""
+    jax.set_mesh(make_mesh(config.mesh))
+    model, batch = abstract_state(config).model, abstract_batch(config)
+    traced = jax.jit(loss_and_grads, static_argnums=0).trace(resolved(config), model, batch)
+    values = (x.aval for equation in equations(traced.jaxpr.jaxpr, "device_put") for x in equation.outvars)
+    return sorted(value.shape[2:] for value in values if value.memory_space == HOST)
+
+
+def equations(jaxpr, primitive):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner, primitive)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "parts"),
+    [("gate_up", (64,), 1), ("gate_up", (64,), 2), ("qkv", (8, 4, 4), 2), ("attention", (8, 2, 4), 2)],
+)
+def test_values_of_experts_wait_on_the_host(name, dims, parts):
+    assert values_on_host(with_experts(**{"parallel.expert_parts": parts, "offload.activations": (name,)})) == [dims] * parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "parts"), [("prefetch", 2), ("unrolled", 1)])
+def test_gradients_of_experts_are_the_same_to_the_last_bit(form, parts):
+    config = with_experts(**{"parallel.stack": form, "parallel.expert_parts": parts})
+    expected = gradients(config)
+    found = gradients(config.changed({"offload.activations": SAVED["save_attention_qkv_mlp"]}))
+    for own, like in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(own, like)

@@ -16,6 +16,7 @@ from llamajax.parallel.stage_order import order_1f1b
 from llamajax.step.staged_step import StagedStep, StagePrograms, compile_staged
 from llamajax.step.state import abstract_state, init_state
 from llamajax.step.step import train_step
+from tests.step.test_offload import EXPERTS
 from tests.tiny import random_rows, resolved, single_device_mesh, tiny_config, to_device
 
 EACH = ("mesh.data", "mesh.fsdp", "mesh.sequence", "mesh.tensor")
@@ -79,10 +80,11 @@ def test_stages_keep_the_values_of_at_most_p_minus_s_micro_batches():
     assert not scene.kept
 
 
-def gradients(opt_state):
-    """The first moments after one step, in proportion to the gradients."""
-    named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(opt_state)}
-    return {name: moment for name, moment in named.items() if ".mu" in name}
+def results(state):
+    """The first moments after one step, in proportion to the gradients, and the biases of experts."""
+    leaves = jax.tree_util.tree_leaves_with_path((state.model, state.opt_state))
+    named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    return {name: value for name, value in named.items() if ".mu" in name or ".mlp.bias" in name}
 
 
 def check(counts: tuple[int, ...], axes: dict[str, int], **changes) -> None:
@@ -93,7 +95,7 @@ def check(counts: tuple[int, ...], axes: dict[str, int], **changes) -> None:
     with jax.set_mesh(single_device_mesh()):
         plain = config.changed({"train.grad_accum_steps": 1, "model.remat": "none"})
         state, metrics = train_step(resolved(plain), init_state(plain), to_device(plain, rows))
-        expected, loss = gradients(state.opt_state), float(metrics["loss"])
+        expected, like = results(state), metrics
     staged = config.changed(
         {"mesh.pipeline": len(counts), "mesh.stages": counts, "parallel.zero": 1}
         | dict.fromkeys(EACH, 1)
@@ -103,8 +105,11 @@ def check(counts: tuple[int, ...], axes: dict[str, int], **changes) -> None:
     with jax.set_mesh(make_mesh(staged.mesh, jax.devices()[: staged.mesh.num_cpu_devices])):
         step, _ = compile_staged(resolved(staged), abstract_state(staged))
         state, metrics = step(init_state(staged), to_device(staged, rows))
-        np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-5)
-        for name, own in gradients(state.opt_state).items():
+        assert metrics.keys() == like.keys()
+        for name in ("loss", *(name for name in like if name.startswith("expert_"))):
+            np.testing.assert_allclose(metrics[name], like[name], rtol=1e-5, err_msg=name)
+        assert results(state).keys() == expected.keys()
+        for name, own in results(state).items():
             atol = 1e-5 * np.abs(expected[name]).max()
             np.testing.assert_allclose(own, expected[name], rtol=0, atol=atol, err_msg=name)
 
@@ -119,6 +124,12 @@ def test_gradients_equal_those_of_one_device():
     ("counts", "axes", "changes"),
     [
         ((3, 5), {"mesh.fsdp": 2, "mesh.tensor": 2}, {"train.grad_accum_steps": 4, "model.remat": "full"}),
+        (
+            (1, 2),
+            {"mesh.fsdp": 1, "mesh.expert": 2, "mesh.tensor": 2},
+            {"train.grad_accum_steps": 4, "parallel.expert_parts": 2, "parallel.expert_slots": 0.0}
+            | {f"model.experts.{name}": x for name, x in EXPERTS.items()},
+        ),
         pytest.param(
             *((1, 2, 3, 2), {"mesh.fsdp": 2}, {"train.grad_accum_steps": 8, "model.remat": "save_attention_qkv"}),
             marks=pytest.mark.long,
@@ -144,7 +155,7 @@ def test_gradients_equal_those_of_one_device():
             {"train.grad_accum_steps": 2, "model.matmul_dtype": "float8_unrounded"},
         ),
     ],
-    ids=["3+5, fsdp, tensor", "1+2+3+2, fsdp", "sequence in a ring, over data", "windows", "frozen", "float8"],
+    ids=["3+5, fsdp, tensor", "experts", "1+2+3+2, fsdp", "sequence in a ring, over data", "windows", "frozen", "float8"],
 )
 def test_gradients_of_every_form_equal_those_of_one_device(counts, axes, changes):
     check(counts, axes, **changes)
