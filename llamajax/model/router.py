@@ -37,9 +37,7 @@ def choose(logits: Float32[Array, "n E"], bias: Float32[Array, "E"] | None, conf
 
 
 def _shares(x: Float32[Array, "n m"]) -> Float32[Array, "n m"]:
-    """Returns positive numbers over their sum. The backward pass multiplies by a kept number and divides by none: in a
-    pipeline, what a stage without a micro-batch has kept is zero."""
-    return x * (1 / jnp.sum(x, axis=-1, keepdims=True))
+    return x / jnp.sum(x, axis=-1, keepdims=True)
 
 
 def _within_groups(scores: Float32[Array, "n E"], config: ExpertsConfig) -> Float32[Array, "n E"]:

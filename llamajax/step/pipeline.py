@@ -248,7 +248,9 @@ class _Stages:
 
         def own(stage: jax.Array, tick: jax.Array, kept: Any, dy: Any) -> Any:
             unit = unit_of(tick, stage)
-            slot = schedule.slot_of(unit, stage)
+            # A stage without a unit runs a backward pass of zeros, with values of the first slot: all stages write it in the
+            # first tick. A slot that nobody wrote has zeros, which gives gradients of 0 / 0.
+            slot = jnp.where(unit.is_valid, schedule.slot_of(unit, stage), 0)
             read = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), kept)
             return read, jax.tree.map(lambda x: jnp.where(unit.is_valid, x, 0), dy)
 
