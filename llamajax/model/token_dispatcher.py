@@ -284,16 +284,11 @@ def _pcast(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 @jax.custom_vjp
 def _with_gradient(x: jax.Array, zeros: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Returns `x`; the gradient of `zeros` is `gradient`, if `x` has one. In a pipeline, a stage without a micro-batch runs
-    a backward pass of zeros."""
+    """Returns `x`; the gradient of `zeros` is `gradient`, whatever that of `x` is."""
     return x
 
 
-def _with_gradient_back(gradient: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    return d, jnp.where(jnp.any(d != 0), gradient, 0), None
-
-
-_with_gradient.defvjp(lambda x, _, gradient: (x, gradient), _with_gradient_back)
+_with_gradient.defvjp(lambda x, _, gradient: (x, gradient), lambda gradient, d: (d, gradient, None))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

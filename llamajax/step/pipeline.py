@@ -266,7 +266,8 @@ class _Stages:
             d_weights, dx, _ = self.stack.layer_back(weights, shared, own_kept, dx, ())
             slots: Any = grads.layers
             layers = list(slots)
-            layers[slot] = self._plus(layers[slot], self.stack.ungrouped(d_weights), tick)
+            of_layer = self._of_units(slot, tick, self.stack.ungrouped(d_weights))
+            layers[slot] = self._plus(layers[slot], of_layer, tick)
             return dx, with_attributes(grads, layers=nnx.data(tuple(layers)))
 
         return read, dx, run
@@ -377,6 +378,23 @@ class _Stages:
             of_chunk = jax.tree.map(_without_chunk, specs(weights))
             weights = by_stage(pick, tick, weights, out_specs=of_chunk)
         return self.stack.grouped(weights)
+
+    def _of_units(self, slot: int, tick: jax.Array, d_weights: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns a slot's gradients without the statistics of experts (`llamajax.step.balance`) that a stage measured without
+        a unit, or without a layer: a gradient of zero does not make them zero."""
+        if not self.model.config.experts.enabled:
+            return d_weights
+        of_attention, (norm, mlp) = d_weights
+
+        def measured(stage: jax.Array, tick: jax.Array, own: jax.Array) -> jax.Array:
+            unit = self.schedule.backward(tick, stage)
+            has_layer = jnp.asarray(self.layers[:, :, slot] != EMPTY)[stage, unit.chunk]
+            return jnp.where(unit.is_valid & has_layer, own, 0)
+
+        own = mlp.statistics[...]
+        changed = jax.tree.map(lambda weight: weight, mlp)
+        changed.statistics[...] = by_stage(measured, tick, own, out_specs=jax.typeof(own).sharding.spec)
+        return of_attention, (norm, changed)
 
     def _plus(self, layer: Any, d_weights: tuple[Any, ...], tick: jax.Array) -> Any:
         """Returns a slot's gradients with those of one unit of every stage added."""
