@@ -86,7 +86,7 @@ class ExpertsConfig(Section):
             return
         if self.top_k > self.num_experts:
             yield f"top_k: {self.top_k} must be at most num_experts={self.num_experts}"
-        if self.num_experts % self.num_groups:
+        elif self.num_experts % self.num_groups:
             yield f"num_groups: {self.num_groups} must divide num_experts={self.num_experts}"
         elif not self.top_k <= self.top_groups * (self.num_experts // self.num_groups) or self.top_groups > self.num_groups:
             yield (

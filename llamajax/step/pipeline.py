@@ -380,8 +380,8 @@ class _Stages:
         return self.stack.grouped(weights)
 
     def _of_units(self, slot: int, tick: jax.Array, d_weights: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns a slot's gradients without the statistics of experts (`llamajax.step.balance`) that a stage measured without
-        a unit, or without a layer: a gradient of zero does not make them zero."""
+        """Returns a slot's gradients without the statistics of experts (`llamajax.step.balance`) that a stage measured
+        without a unit, or without a layer: a gradient of zero does not make them zero."""
         if not self.model.config.experts.enabled:
             return d_weights
         of_attention, (norm, mlp) = d_weights

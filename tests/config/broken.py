@@ -241,7 +241,7 @@ BROKEN = [
     (ExpertsConfig, {"balance_loss": -1.0, "bias_update_rate": -1e-3, "z_loss": -1.0, "capacity_factor": -0.5},
      ["balance_loss", "bias_update_rate", "z_loss", "capacity_factor"]),
     (ExpertsConfig, {"first_dense_layers": -1, "layer_step": 0}, ["first_dense_layers", "layer_step"]),
-    (ExpertsConfig, {"top_k": 9}, ["top_k", "top_groups"]),
+    (ExpertsConfig, {"top_k": 9}, ["top_k"]),
     (ExpertsConfig, {"num_groups": 3}, ["num_groups"]),
     (ExpertsConfig, {"num_groups": 4, "top_groups": 1, "top_k": 3}, ["top_groups"]),
     (ExpertsConfig, {"num_groups": 4, "top_groups": 5}, ["top_groups"]),

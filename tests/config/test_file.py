@@ -64,7 +64,7 @@ def everything(monkeypatch) -> Config:
             init_std=1e-22, param_dtype="bfloat16", compute_dtype="float32", remat="none",
             matmul_dtype="float8", float8_exempt=("wo",),
             experts=ExpertsConfig(
-                num_experts=8, first_dense_layers=1, layer_step=2, top_k=3, mlp_dim=7, gated=False, latent_dim=16,
+                num_experts=8, top_k=3, mlp_dim=7, gated=False, latent_dim=16,
                 shared_mlp_dim=5, shared_gate=True, scores="sigmoid", normalize=False, weight_scale=2.5, num_groups=4,
                 top_groups=2, balance_loss=0.01, balance_over="row", bias_update_rate=1e-3, z_loss=1e-4, capacity_factor=1.5,
                 kernel="plain",
