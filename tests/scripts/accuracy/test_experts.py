@@ -15,7 +15,7 @@ def test_models_have_equal_active_parameters_but_for_routers(tmp_path, num_exper
     )
     models = {name: experts.config_of(name, args, 0, tmp_path).model for name in experts.MODELS}
     active = {name: num_active_params(model) for name, model in models.items()}
-    routers = models["dense"].num_layers * experts.WIDTH * num_experts
+    routers = models["dense"].num_layers * (experts.WIDTH + 1) * num_experts  # with biases
     assert active["fine-grained"] == active["BigMac"] == active["dense"] + routers
     assert num_params(models["fine-grained"]) > 2 * active["fine-grained"]
 
