@@ -86,9 +86,11 @@ class ExpertsConfig(Section):
             return
         if self.top_k > self.num_experts:
             yield f"top_k: {self.top_k} must be at most num_experts={self.num_experts}"
-        elif self.num_experts % self.num_groups:
+        if self.num_experts % self.num_groups:
             yield f"num_groups: {self.num_groups} must divide num_experts={self.num_experts}"
-        elif not self.top_k <= self.top_groups * (self.num_experts // self.num_groups) or self.top_groups > self.num_groups:
+        elif self.top_groups > self.num_groups or min(self.top_k, self.num_experts) > self.top_groups * (
+            self.num_experts // self.num_groups
+        ):
             yield (
                 f"top_groups: {self.top_groups} groups of {self.num_experts // self.num_groups} experts must hold"
                 f" top_k={self.top_k}, and be at most num_groups={self.num_groups}"

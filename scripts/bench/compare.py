@@ -96,35 +96,27 @@ def compare(
         untimed: figures that a CPU does not measure.
     """
     wrong: set[str] = set()
+
+    def measure_all() -> None:
+        named, rows = {"--json": options.json} if options.json else {}, list[Row]()
+        check_outputs(named, named)
+        hardware = card.hardware(toy=options.toy)
+        _prepare(toy=options.toy)
+        found = about(hardware) | {"toy": options.toy, "rows": rows}
+        log_own(f"device     {hardware['name']}{f'; {untimed}: not measured' if options.toy else ''}")
+        for case in cases:
+            log_own(f"\n{case}")
+            own = measure(case, hardware)
+            rows += own
+            print_table(formatted(own))
+            write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
+        wrong.update(row["kernel"] for row in rows if "wrong" in row)
+        log_own(f"wrong: {', '.join(sorted(wrong))}" if wrong else "no kernel is wrong")
+
     code = exit_code(
-        lambda: wrong.update(_measured(options, cases, measure, formatted, untimed)),
-        memory_remedy="a GPU that nothing else uses", disk="stdout", disk_remedy="check it and try again",
-    )  # fmt: skip
+        measure_all, memory_remedy="a GPU that nothing else uses", disk="stdout", disk_remedy="check it and try again"
+    )
     return code or bool(wrong)
-
-
-def _measured(
-    options: argparse.Namespace,
-    cases: Sequence[C],
-    measure: Callable[[C, Mapping[str, Any]], list[Row]],
-    formatted: Callable[[Sequence[Row]], Table],
-    untimed: str,
-) -> set[str]:
-    named, rows = {"--json": options.json} if options.json else {}, list[Row]()
-    check_outputs(named, named)
-    hardware = card.hardware(toy=options.toy)
-    _prepare(toy=options.toy)
-    found = about(hardware) | {"toy": options.toy, "rows": rows}
-    log_own(f"device     {hardware['name']}{f'; {untimed}: not measured' if options.toy else ''}")
-    for case in cases:
-        log_own(f"\n{case}")
-        own = measure(case, hardware)
-        rows += own
-        print_table(formatted(own))
-        write_output(named, "--json", lambda: json.dumps(found, indent=1) + "\n")
-    wrong = {row["kernel"] for row in rows if "wrong" in row}
-    log_own(f"wrong: {', '.join(sorted(wrong))}" if wrong else "no kernel is wrong")
-    return wrong
 
 
 def _prepare(*, toy: bool) -> None:
