@@ -2,8 +2,10 @@
 
     python -m scripts.accuracy.experts --seeds 0 1 --json FILE
 
-All three have the same number of active parameters, and the same rows, steps and learning rates. The runs need a CPU and
-five minutes each. Prints for every model its parameters and its losses in nats per token, training over the last 20 steps.
+As in the paper, BigMac's experts are as large as the fine-grained ones, and its projections to and from the latent width
+come on top. The dense model has as many active parameters as BigMac. All three see the same rows in the same steps, with the
+same learning rates. The runs need a CPU and five minutes each. Prints for every model its parameters and its losses in nats
+per token, training over the last 20 steps.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from llamajax.config.run import Config
 from llamajax.estimates.formulas import num_active_params, num_params
 
 WIDTH, HIDDEN = 192, 512
-"""Width of the residual stream, and of the dense model's hidden layer."""
+"""Width of the residual stream, and of the hidden layers of a token's fine-grained experts together."""
 LATENT = WIDTH // 2
 """Width in which BigMac's tokens travel. The paper's is a quarter of 2,048 numbers; a quarter of 192 is too few."""
 NUM_DEVICES = 2
@@ -27,14 +29,14 @@ MODELS = ("dense", "fine-grained", "BigMac")
 
 
 def experts_of(name: str, num_experts: int, top_k: int) -> dict[str, Any]:
-    """Returns `model.experts` with the active parameters of the dense model, of `3 WIDTH HIDDEN` per layer: chosen experts
-    of `3 WIDTH mlp_dim` each, or of `3 LATENT mlp_dim` with `2 WIDTH LATENT` that all tokens share."""
+    """Returns `model.experts`. A token's experts have `3 WIDTH HIDDEN` parameters per layer: each `3 WIDTH mlp_dim`, or
+    `3 LATENT mlp_dim`."""
     if name == "dense":
         return {}
     own = {"num_experts": num_experts, "top_k": top_k, "balance_loss": 0.01, "scores": "sigmoid", "bias_update_rate": 0.01}
     if name == "fine-grained":
         return own | {"mlp_dim": HIDDEN // top_k}
-    return own | {"latent_dim": LATENT, "mlp_dim": (3 * WIDTH * HIDDEN - 2 * WIDTH * LATENT) // (3 * LATENT * top_k)}
+    return own | {"latent_dim": LATENT, "mlp_dim": WIDTH * HIDDEN // (LATENT * top_k)}
 
 
 def config_of(name: str, args: argparse.Namespace, seed: int, directory: Path) -> Config:
@@ -48,7 +50,7 @@ def config_of(name: str, args: argparse.Namespace, seed: int, directory: Path) -
             "run_dir": str(directory / f"{name}-{seed}"),
             "seed": seed,
             "model.embed_dim": WIDTH,
-            "model.mlp_dim": HIDDEN,
+            "model.mlp_dim": HIDDEN + 2 * LATENT // 3,  # of the dense model: with BigMac's 2 WIDTH LATENT more
             "model.head_dim": WIDTH // 4,
             "model.init_std": args.init_std,
             "model.experts": experts_of(name, args.experts, args.top_k),
