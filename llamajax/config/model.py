@@ -32,7 +32,7 @@ SAVED_BY_REMAT: dict[Remat, tuple[str, ...] | None] = {
     "full": (),
     "save_attention": ("residual", "attention"),
     "save_attention_qkv": ("residual", "attention", "qkv"),
-    "save_attention_qkv_mlp": ("residual", "attention", "qkv", "gate_up", "dispatched"),
+    "save_attention_qkv_mlp": ("residual", "attention", "qkv", "gate_up", "dispatched", "expert_output"),
 }
 """Named values of a layer (`checkpoint_name`) that the forward pass keeps beside the layer's input; None: all."""
 EvenInt = Annotated[PositiveInt, Bound(lambda value: value % 2 == 0, "must be even: rotary positions turn pairs")]

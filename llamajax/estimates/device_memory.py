@@ -70,6 +70,7 @@ def expected_bytes(
 
     stream = residual_width(config, mesh)
     on_card, on_host = (sum(values.values()) for values in saved_bytes(config, mesh))
+    layers = work.slots * work.layers_per_chunk
     kept_weights = L * layer_params * wide if keeps_gathered_weights(config) else 0
     scores = min(max_chunk_scores, tokens * config.data.seq_len * model.num_heads // tensor)
     layer = tokens * wide * (4 * D + 6 * stream + 2 * heads + 2 * qkv) + 3 * scores * 4 + mlp_bytes(config, mesh)
@@ -112,7 +113,7 @@ def expected_bytes(
         "batch": 16 * rows * config.train.grad_accum_steps * config.data.seq_len // sequence,
         "gradients": (stored + summed) * waiting + wide * held_back + summed * whole_trained,
         # Of what waits on the host, the card holds the values of two layers: of one on its way, and of one in use.
-        "activations": work.slots * work.layers_per_chunk * on_card + min(2, work.layers_per_chunk) * on_host,
+        "activations": layers * (on_card + kept_block_bytes(config, mesh)) + min(2, work.layers_per_chunk) * on_host,
         "logits": max(0, loss - layer - collectives),
         "collectives": collectives + wide * copied + rounded,
         "temporaries": layer,
@@ -184,6 +185,17 @@ def saved_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[dict[Activatio
     for name, size in sizes.items():
         (away if name in config.offload.names else on_card)[name] = size
     return on_card, away
+
+
+def kept_block_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Returns the bytes of the blocks with tokens for experts, and of narrow results, that a layer's forward pass keeps on
+    the card by their names; averaged over layers."""
+    model = config.model
+    if not model.experts.enabled or "dispatched" not in (SAVED_BY_REMAT[model.remat] or ()):
+        return 0
+    _, blocks = _saved_by_mlp(config, mesh)
+    own = residual_width(config, mesh) / model.embed_dim * (model.experts.latent_dim or 0)
+    return int(tokens_per_device(config, mesh) * DTYPE_BYTES[model.compute_dtype] * (blocks + own))
 
 
 def _saved_by_mlp(config: Config, mesh: Mapping[str, int]) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from llamajax.config.model import SAVED_BY_REMAT
 from llamajax.config.parallel import num_parts, splits_residual
 from llamajax.config.run import Config
 
@@ -102,8 +103,9 @@ def tail_rows(slots: int, experts: int, width: int, terms: int) -> int:
 
 def num_exchanges(config: Config) -> int:
     """Returns the all-to-alls of a layer, forward and backward: tokens to the experts and back, and their gradients; the
-    tokens again, unless they are kept, for the gradients of experts; and the results again where a matrix multiplies them,
-    for its gradient."""
-    if config.model.remat == "none":
+    tokens again for the gradients of experts, and results again where a matrix multiplies them, for its gradient, unless
+    they are kept."""
+    kept = SAVED_BY_REMAT[config.model.remat]
+    if kept is None:
         return 4
-    return 6 if config.model.experts.latent_dim else 5
+    return 4 + ("dispatched" not in kept) + (config.model.experts.latent_dim is not None and "expert_output" not in kept)

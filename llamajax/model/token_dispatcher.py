@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.experts import ExpertsConfig
@@ -145,7 +146,7 @@ class TokenDispatcher:
             if "ascend" in of_tokens:
                 with jax.named_scope("ascend"):
                     ascend = first._varying(of_tokens)["ascend"]
-                    sums = [own @ ascend.T for own in sums]
+                    sums = [checkpoint_name(own, "expert_output") @ ascend.T for own in sums]
             return [own.reshape(part.shape) for part, own in zip(parts, sums, strict=True)]
 
         return on_device(list(sums), list(tokens), of_experts, of_tokens)

@@ -16,7 +16,14 @@ from llamajax.config.offload import (
     offload_problems,
 )
 from llamajax.config.run import Config
-from llamajax.estimates.device_memory import host_bytes, kept_results, residual_width, saved_bytes, tokens_per_device
+from llamajax.estimates.device_memory import (
+    host_bytes,
+    kept_block_bytes,
+    kept_results,
+    residual_width,
+    saved_bytes,
+    tokens_per_device,
+)
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     active_matrices,
@@ -79,12 +86,13 @@ def offload_form(
         run = dataclasses.replace(config, offload=_with(asked, (), None, share, parameters))
         bytes_of, state = needed(run), host_bytes(run, axes)
         layer_bytes = copy_bytes(run, axes)[1] / config.model.num_layers
+        kept = bytes_of["activations"] - config.model.num_layers * kept_block_bytes(run, axes)
         own_costs = dataclasses.replace(costs, weight_bytes=layer_bytes)
         limits = Limits(
             layers=config.model.num_layers,
             staying=_LAST_LAYERS,
             bandwidth=bandwidth,
-            card_bytes=max(0.0, budget - sum(bytes_of.values()) + bytes_of["activations"]),
+            card_bytes=max(0.0, budget - sum(bytes_of.values()) + kept),
             host_bytes=max(0.0, host_room(config) - state) if disk is None else disk.room_bytes,
         )
         update_s = (state_host_bytes(run, axes) + copy_bytes(run, axes)[1]) / machine.host_link

@@ -212,7 +212,16 @@ def test_experts_are_gathered_and_reduced_over_the_devices_that_share_them():
     )
 
 
-@pytest.mark.parametrize(("kind", "remat", "count"), [("large", "none", 4), ("large", "full", 5), ("narrow", "full", 6)])
+@pytest.mark.parametrize(
+    ("kind", "remat", "count"),
+    [
+        ("large", "none", 4),
+        ("large", "save_attention_qkv", 5),
+        ("large", "full", 5),
+        ("narrow", "full", 6),
+        ("narrow", "save_attention_qkv_mlp", 4),
+    ],
+)
 def test_recomputation_sends_again(kind, remat, count):
     config = run({"expert": 4}, model=dataclasses.replace(of_kind(kind), remat=remat))
     assert num_exchanges(config) == count
@@ -225,3 +234,15 @@ def test_places_count_in_memory():
     assert saved["gate_up"] == 4 * 160 * 2 * 8 * 2
     twice, _ = device_memory.saved_bytes(config.changed({"parallel.expert_slots": 2.5}), mesh_of(config))
     assert twice["gate_up"] == 2 * saved["gate_up"]
+
+
+def test_blocks_that_are_kept_count_in_memory():
+    """Per layer, a device's blocks in bfloat16; of narrow tokens also the results for its own tokens."""
+    changes = {"model.remat": "save_attention_qkv_mlp"}
+    config = run({"expert": 4, "fsdp": 2}, **changes)
+    way = Dispatch.of(config, mesh_of(config))
+    assert device_memory.kept_block_bytes(config, mesh_of(config)) == 2 * way.rows * 32
+    narrow = run({"expert": 4, "fsdp": 2}, model=of_kind("narrow"), **changes)
+    way, tokens = Dispatch.of(narrow, mesh_of(narrow)), device_memory.tokens_per_device(narrow, mesh_of(narrow))
+    assert device_memory.kept_block_bytes(narrow, mesh_of(narrow)) == 2 * (way.rows + tokens) * 16
+    assert device_memory.kept_block_bytes(narrow.changed({"model.remat": "full"}), mesh_of(narrow)) == 0

@@ -40,7 +40,10 @@ def schedule(config: Config) -> Schedule:
     return planned(config)
 
 
-@pytest.mark.parametrize("config", [FINE, BIGMAC], ids=["fine", "bigmac"])
+FORMS = {"fine": FINE, "bigmac": BIGMAC, "kept": BIGMAC.changed({"model.remat": "save_attention_qkv_mlp"})}
+
+
+@pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 def test_tokens_travel_four_times_per_layer(config):
     made = schedule(config)
     mesh = made.step.run.mesh
