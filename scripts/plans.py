@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 PLANS = ROOT / "docs" / "plans"
 GOLDEN = ROOT / "tests" / "planning" / "golden.json"
+MODELS = ("llama", "mixtral", "qwen3", "deepseek", "bigmac")
+"""How the names of planned configurations begin."""
 _13B = "llama2_13b_32xa100_80gb"
 _8B, _7B = "llama3_1_8b_8xh200", "llama2_7b_8xa100_80gb"
 _ROWS = {
@@ -69,7 +71,7 @@ BETTER = 1.005
 def plans() -> dict[str, tuple[str, dict[str, int | str]]]:
     """Returns configuration and overrides by the name of the plan."""
     shipped: dict[str, tuple[str, dict[str, int | str]]] = {
-        path.stem: (path.stem, {}) for path in CONFIGS.glob("llama*.yaml")
+        path.stem: (path.stem, {}) for path in CONFIGS.glob("*.yaml") if path.stem.startswith(MODELS)
     }
     return dict(sorted((shipped | VARIANTS).items()))
 
