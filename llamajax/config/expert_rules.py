@@ -22,6 +22,8 @@ def expert_problems(
     if not experts.enabled:
         if parts is not None:
             yield f"parallel.expert_parts: {parts} has no effect without model.experts.num_experts; set that, or remove it"
+        if parallel.expert_exchange == "ragged":
+            yield "parallel.expert_exchange: ragged has no effect without model.experts.num_experts; set that, or auto"
         return
     if parts is not None and rows < parts:
         yield f"parallel.expert_parts: {parts} must be at most the {rows} rows of a micro-batch that a device has"

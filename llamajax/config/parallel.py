@@ -16,6 +16,7 @@ SequenceForm = Literal["auto", "gather", "ring", "ulysses"]
 Reduction = Literal["auto", "micro", "step"]
 PipelineForm = Literal["auto", "1f1b", "interleaved"]
 HeadForm = Literal["auto", "shared", "last"]
+ExchangeForm = Literal["auto", "blocks", "ragged"]
 ZeroStage = Annotated[int, Bound(lambda value: value in (1, 2, 3), "must be 1, 2 or 3")]
 ZeroStageOrNone = Annotated[int, Bound(lambda value: value in (0, 1), "must be 0 or 1")]
 AxisSize = Annotated[int, Bound(lambda value: value == -1 or value > 0, "must be positive, or -1 for the rest")]
@@ -150,6 +151,9 @@ class ParallelConfig(Section):
     expert_slots: NonNegativeFloat = 1.25
     """Tokens that a device can send to each device of its experts at once, over the balanced number. Other tokens follow in
     further rounds, so none is lost, but all devices wait for these. 0: as many as could ever go to one device."""
+    expert_exchange: ExchangeForm = "auto"
+    """How tokens travel to experts. `blocks`: all slots, filled or not. `ragged`: filled ones alone, once devices know how
+    many come; XLA has it for GPUs. `auto`: `ragged` where `hardware` puts the experts of a layer in several nodes."""
     expert_parts: PositiveIntOrUnset = None
     """Parts of a device's rows that take turns at the experts: the tokens of one travel while the device computes with
     another. At most the rows that a device has of a micro-batch; unset: by formulas."""
@@ -178,7 +182,7 @@ class ParallelConfig(Section):
             yield "grad_reduce: micro scatters gradients after every micro-batch, as zero: 2 does; choose that, or step"
 
 
-PLAIN = ParallelConfig(stack="scan", sequence="gather", tensor="collective", grad_reduce="micro")
+PLAIN = ParallelConfig(stack="scan", sequence="gather", tensor="collective", grad_reduce="micro", expert_exchange="blocks")
 """Settings that work for every mesh and every model."""
 
 

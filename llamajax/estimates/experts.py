@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.config.model import SAVED_BY_REMAT
-from llamajax.config.parallel import num_parts, splits_residual
+from llamajax.config.parallel import AXES, ExchangeForm, num_parts, splits_residual
 from llamajax.config.run import Config
 
 _SLOT_MULTIPLE = 8
@@ -30,6 +30,8 @@ class Dispatch:
     """Numbers of a token that travel."""
     terms: int
     """Numbers that represent a float32."""
+    is_ragged: bool
+    """Whether filled slots travel alone."""
 
     @staticmethod
     def of(config: Config, mesh: Mapping[str, int]) -> "Dispatch":
@@ -43,13 +45,19 @@ class Dispatch:
         slots = block_slots(tokens, own.top_k, peers, experts, config.parallel.expert_slots)
         terms = 1 if model.compute_dtype == "float32" else 3
         return Dispatch(
-            peers=peers, experts=experts, choices=tokens * own.top_k, slots=slots, width=width, terms=terms
+            peers=peers, experts=experts, choices=tokens * own.top_k, slots=slots, width=width, terms=terms,
+            is_ragged=exchange_form(config, mesh)[0] == "ragged",
         )  # fmt: skip
 
     @property
     def block_rows(self) -> int:
-        """Returns the rows of a block: its slots, and those of its tail with weights and counts."""
-        return self.slots + tail_rows(self.slots, self.experts, self.width, self.terms)
+        """Returns the rows of a block: those of its header with weights and counts, and its slots."""
+        return self.header_rows + self.slots
+
+    @property
+    def header_rows(self) -> int:
+        """Returns the rows of a block's header."""
+        return header_rows(self.slots, self.experts, self.width, self.terms)
 
     @property
     def rows(self) -> int:
@@ -62,9 +70,10 @@ class Dispatch:
         return self.peers * self.slots
 
     @property
-    def sent_numbers(self) -> int:
-        """Returns the numbers that a device sends to others in one all-to-all."""
-        return (self.peers - 1) * self.block_rows * self.width
+    def sent_numbers(self) -> float:
+        """Returns the numbers that a device sends to others in one all-to-all, on average."""
+        rows = self.header_rows + min(self.slots, self.choices / self.peers) if self.is_ragged else self.block_rows
+        return (self.peers - 1) * rows * self.width
 
     def loads(self, imbalance: float) -> list[float]:
         """Returns the rows of each round on a device with `imbalance` times the mean number of rows; at worst it gets those
@@ -72,6 +81,22 @@ class Dispatch:
         rows = min(imbalance, self.peers) * self.choices
         rounds = max(1, math.ceil(rows / self.places - 1e-9))
         return [min(self.places, rows - number * self.places) for number in range(rounds)]
+
+
+def exchange_form(config: Config, mesh: Mapping[str, int]) -> tuple[ExchangeForm, str]:
+    """Returns the form that `parallel.expert_exchange` names, or that `auto` resolves to; and the reason in one line."""
+    if config.mesh.num_cpu_devices is not None and config.parallel.expert_exchange == "ragged":
+        return "blocks", "XLA has ragged all-to-alls for GPUs alone"
+    if (given := config.given_form("expert_exchange")) is not None:
+        return given
+    if not config.model.experts.enabled or num_parts("experts", mesh) == 1:
+        return "blocks", "no token travels"
+    if config.hardware.gpu == "none":
+        return "blocks", "hardware.gpu does not name the GPU"
+    span = math.prod(mesh[axis] for axis in AXES[AXES.index("expert") :])
+    if span <= config.hardware.gpus_per_node:
+        return "blocks", "experts of a layer lie within a node, where other work hides what empty slots take"
+    return "ragged", "experts of a layer lie in several nodes, between which empty slots take time"
 
 
 def block_slots(tokens: int, top_k: int, peers: int, experts: int, slots: float) -> int:
@@ -89,7 +114,7 @@ def block_slots(tokens: int, top_k: int, peers: int, experts: int, slots: float)
     return min(most, -(-wanted // _SLOT_MULTIPLE) * _SLOT_MULTIPLE)
 
 
-def tail_rows(slots: int, experts: int, width: int, terms: int) -> int:
+def header_rows(slots: int, experts: int, width: int, terms: int) -> int:
     """Returns the rows of a block that hold the weight of each slot and the number of tokens for each expert.
 
     Args:

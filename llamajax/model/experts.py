@@ -108,7 +108,8 @@ class Experts(nnx.Module):
             return blocks, (dispatcher, x, others, tokens, routed)
 
         def travel(blocks: jax.Array, staying: Any) -> tuple[jax.Array, Any]:
-            return staying[0].exchange(blocks), staying
+            dispatcher, _, _, tokens, _ = staying
+            return dispatcher.exchange(blocks, tokens), staying
 
         def multiply(blocks: jax.Array, staying: Any) -> tuple[jax.Array, Any]:
             return staying[0].multiply(checkpoint_name(blocks, "dispatched"), weights), staying
@@ -116,7 +117,7 @@ class Experts(nnx.Module):
         def come_back(blocks: jax.Array, staying: Any) -> tuple[Any, Any]:
             dispatcher, x, _, tokens, _ = staying
             shared = None if self.shared is None else self._of_shared(self.shared, x, parallel)
-            return (dispatcher.collect(dispatcher.exchange(blocks), tokens), shared), staying
+            return (dispatcher.collect(dispatcher.exchange_back(blocks, tokens), tokens), shared), staying
 
         stages = leave_for, travel, multiply, come_back
         states = in_time_slots(stages, [(part, None) for part in parts], held=2)

@@ -23,7 +23,7 @@ from llamajax.estimates.experts import block_slots
 from llamajax.kernels.grouped import experts_on_rows
 from llamajax.model.router import Choices, choose, kept_choices
 from llamajax.parallel import dispatch
-from llamajax.parallel.dispatch import PEERS, Block, Route
+from llamajax.parallel.dispatch import PEERS, Block, Filled, Route
 from llamajax.parallel.float8 import Factor, differentiable, rejoined, specs
 from llamajax.parallel.sharding import as_tuple, axes_in
 from llamajax.parallel.stages import is_staged
@@ -42,6 +42,8 @@ class Tokens(NamedTuple):
     weights: Float32[Array, "n k"]
     experts: Int32[Array, "n k"]
     route: Route
+    filled: Filled | None
+    """Rows that travel, where others do not."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,18 @@ class TokenDispatcher:
                 chosen_weights = _with_gradient(chosen_weights, own["statistics"], statistics)
             chosen_weights = self._own_part(chosen_weights)
             blocks = dispatch.pack(flat, chosen_weights, route, self.block)
-            return blocks, Tokens(flat, chosen_weights, kept, route), self._routed(choices)
+            return blocks, Tokens(flat, chosen_weights, kept, route, self._filled(route)), self._routed(choices)
 
         return on_device(x, weights)
 
-    def exchange(self, blocks: jax.Array) -> jax.Array:
+    def exchange(self, blocks: jax.Array, tokens: Tokens) -> jax.Array:
         """Returns the blocks that the peers sent."""
         with jax.named_scope("exchange"):
-            return jax.shard_map(dispatch.exchange, in_specs=_ALL, out_specs=_ALL)(blocks)
+            return jax.shard_map(dispatch.exchange, in_specs=_ALL, out_specs=_ALL)(blocks, tokens.filled)
+
+    def exchange_back(self, blocks: jax.Array, tokens: Tokens) -> jax.Array:
+        """Returns the results of this device's tokens."""
+        return self.exchange(blocks, tokens if tokens.filled is None else tokens._replace(filled=tokens.filled.back))
 
     def multiply(self, blocks: jax.Array, weights: Weights) -> jax.Array:
         """Returns the results for the tokens in blocks that came, at their places in these blocks."""
@@ -180,9 +186,15 @@ class TokenDispatcher:
         number, (x, weights, stand_ins) = jax.lax.optimization_barrier((number, arrays))
         x, weights = jnp.concatenate(x), jnp.concatenate(weights)
         route = dispatch.route(chosen, self.config.num_experts, self.block, number)
-        blocks = dispatch.exchange(dispatch.pack(x, weights, route, self.block))
-        back = dispatch.exchange(self._multiply(blocks, *map(rejoined, factors, stand_ins)))
-        return dispatch.collect(back, route, self.block)
+        filled = self._filled(route)
+        blocks = dispatch.exchange(dispatch.pack(x, weights, route, self.block), filled)
+        y = self._multiply(blocks, *map(rejoined, factors, stand_ins))
+        return dispatch.collect(dispatch.exchange(y, filled and filled.back), route, self.block)
+
+    def _filled(self, route: Route) -> Filled | None:
+        if self.parallel.expert_exchange != "ragged" or _size(PEERS) == 1:
+            return None
+        return jax.tree.map(lambda rows: checkpoint_name(rows, "dispatched"), dispatch.filled(route, self.block))
 
     def _kept(self, chosen: Int32[Array, "n k"]) -> Int32[Array, "n k"]:
         """Returns the choices; those beyond an expert's capacity are `num_experts`."""

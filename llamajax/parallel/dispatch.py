@@ -1,8 +1,9 @@
 """The way of tokens to the experts that they chose and back, on the devices that split the experts (`PEERS`).
 
-Every device sends every peer one block of equal size, in one all-to-all: slots for tokens, in the order of the peer's
-experts, and behind them a tail with the tokens' weights and their number for each expert. No shape depends on what the
-router chose. Places come from prefix sums, and tokens move by gathers, forward and backward.
+Every device has one block of equal size for every peer: a header with the tokens' weights and their number for each expert,
+and behind it slots for tokens, in the order of the peer's experts. One all-to-all sends whole blocks, or those of their rows
+that are filled. No shape depends on what the router chose. Places come from prefix sums, and tokens move by gathers, forward
+and backward.
 
 All functions run on one device, within `shard_map`.
 """
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from llamajax.config.parallel import axes_of
-from llamajax.estimates.experts import tail_rows
+from llamajax.estimates.experts import header_rows
 
 PEERS = axes_of("experts")
 """Mesh axes that split the experts."""
@@ -42,14 +43,14 @@ class Block(NamedTuple):
         return Block(slots, experts, width, 1 if dtype == jnp.float32 else 3)
 
     @property
-    def tail(self) -> int:
+    def header(self) -> int:
         """Rows that hold weights and counts."""
-        return tail_rows(self.slots, self.experts, self.width, self.terms)
+        return header_rows(self.slots, self.experts, self.width, self.terms)
 
     @property
     def rows(self) -> int:
         """Number of all rows."""
-        return self.slots + self.tail
+        return self.header + self.slots
 
 
 class Route(NamedTuple):
@@ -86,7 +87,7 @@ def route(chosen: Int32[Array, "n k"], num_experts: int, block: Block, round_: i
     source = source.at[slot.reshape(-1)].set(number.reshape(-1), mode="drop", unique_indices=True)
     until = jnp.clip(until - round_ * block.slots, 0, block.slots)
     return Route(
-        rows=jnp.where(is_sent, peer * block.rows + place, peers * block.rows),
+        rows=jnp.where(is_sent, peer * block.rows + block.header + place, peers * block.rows),
         source=source.reshape(peers, block.slots),
         counts=jnp.diff(until, axis=1, prepend=0),
     )
@@ -122,46 +123,84 @@ def pack(x: Float[Array, "n I"], weights: Float32[Array, "n k"], route: Route, b
     is_there = route.source < n * k
     source = jnp.where(is_there, route.source, 0)
     of_slots = jnp.where(is_there, weights.reshape(-1)[source], 0.0)
-    tail = _tail(jnp.concatenate([of_slots, route.counts.astype(jnp.float32)], axis=1), x.dtype, block)
+    header = _header(jnp.concatenate([of_slots, route.counts.astype(jnp.float32)], axis=1), x.dtype, block)
     rows = jnp.where(is_there[:, :, None], x[source // k], 0)
-    return jnp.concatenate([rows, tail], axis=1).reshape(-1, block.width)
+    return jnp.concatenate([header, rows], axis=1).reshape(-1, block.width)
 
 
 def _pack_back(block: Block, route: Route, d: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    d_slots = _tail_values(d.reshape(-1, block.rows, block.width), block)[:, : block.slots]
-    peer, place = jnp.divmod(jnp.minimum(route.rows, d.shape[0] - 1), block.rows)
-    d_weights = jnp.where(route.rows < d.shape[0], d_slots[peer, jnp.minimum(place, block.slots - 1)], 0.0)
+    d_slots = _header_values(d.reshape(-1, block.rows, block.width), block)[:, : block.slots]
+    peer, row = jnp.divmod(jnp.minimum(route.rows, d.shape[0] - 1), block.rows)
+    d_weights = jnp.where(route.rows < d.shape[0], d_slots[peer, row - block.header], 0.0)
     return collect(d, route, block), d_weights, None
 
 
 pack.defvjp(lambda x, weights, route, block: (pack(x, weights, route, block), route), _pack_back)
 
 
-def exchange(blocks: Float[Array, "R I"]) -> Float[Array, "R I"]:
-    """Sends every peer its block, and returns the blocks that came."""
+class Filled(NamedTuple):
+    """Rows of each block that are filled, its header among them."""
+
+    sent: Int32[Array, "G"]
+    """Those of the blocks for the peers."""
+    came: Int32[Array, "G"]
+    """Those of the blocks that the peers send."""
+
+    @property
+    def back(self) -> "Filled":
+        """The same rows on their way back."""
+        return Filled(self.came, self.sent)
+
+
+def filled(route: Route, block: Block) -> Filled:
+    """Returns the filled rows of blocks; devices tell each other."""
+    sent = block.header + jnp.sum(route.counts, axis=1)
+    return Filled(sent, jax.lax.all_to_all(sent, PEERS, split_axis=0, concat_axis=0, tiled=True))
+
+
+def exchange(blocks: Float[Array, "R I"], rows: Filled | None = None) -> Float[Array, "R I"]:
+    """Sends every peer its block, and returns the blocks that came; or the filled rows of blocks alone, which XLA does on
+    GPUs. Other rows are zeros then."""
     if (peers := jax.lax.axis_size(PEERS)) == 1:
         return blocks
+    if rows is not None:
+        return _exchange_filled(blocks, rows)
     by_peer = blocks.reshape(peers, -1, blocks.shape[-1])
     return jax.lax.all_to_all(by_peer, PEERS, split_axis=0, concat_axis=0, tiled=True).reshape(blocks.shape)
+
+
+@jax.custom_vjp
+def _exchange_filled(blocks: Float[Array, "R I"], rows: Filled) -> Float[Array, "R I"]:
+    peers = len(rows.sent)
+    length = len(blocks) // peers
+    # Of the type of `rows`, which differ from device to device.
+    starts = length * jnp.arange(peers, dtype=jnp.int32) + 0 * rows.sent
+    own = length * jax.lax.axis_index(PEERS).astype(jnp.int32) + 0 * rows.sent
+    return jax.lax.ragged_all_to_all(blocks, jnp.zeros_like(blocks), starts, rows.sent, own, rows.came, axis_name=PEERS)
+
+
+_exchange_filled.defvjp(
+    lambda blocks, rows: (_exchange_filled(blocks, rows), rows), lambda rows, d: (_exchange_filled(d, rows.back), None)
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unpack(
     blocks: Float[Array, "R I"], block: Block
 ) -> tuple[Float[Array, "R I"], Float32[Array, "R"], Int32[Array, "G E"]]:
-    """Returns the rows of blocks that came, tails among them; the weight of each row; and the counts."""
+    """Returns the rows of blocks that came, headers among them; the weight of each row; and the counts."""
     by_peer = blocks.reshape(-1, block.rows, block.width)
-    values = _tail_values(by_peer, block)
-    weights = jnp.pad(values[:, : block.slots], ((0, 0), (0, block.tail))).reshape(-1)
+    values = _header_values(by_peer, block)
+    weights = jnp.pad(values[:, : block.slots], ((0, 0), (block.header, 0))).reshape(-1)
     return blocks, weights, values[:, block.slots :].astype(jnp.int32)
 
 
 def _unpack_back(block: Block, _: None, d: Any) -> tuple[jax.Array]:
     d_rows, d_weights, _ = d
-    d_rows = d_rows.reshape(-1, block.rows, block.width)[:, : block.slots]
-    d_values = d_weights.reshape(-1, block.rows)[:, : block.slots]
-    tail = _tail(jnp.pad(d_values, ((0, 0), (0, block.experts))), d_rows.dtype, block)
-    return (jnp.concatenate([d_rows, tail], axis=1).reshape(-1, block.width),)
+    d_rows = d_rows.reshape(-1, block.rows, block.width)[:, block.header :]
+    d_values = d_weights.reshape(-1, block.rows)[:, block.header :]
+    header = _header(jnp.pad(d_values, ((0, 0), (0, block.experts))), d_rows.dtype, block)
+    return (jnp.concatenate([header, d_rows], axis=1).reshape(-1, block.width),)
 
 
 unpack.defvjp(lambda blocks, block: (unpack(blocks, block), None), _unpack_back)
@@ -181,7 +220,7 @@ def _collect_back(block: Block, route: Route, d: jax.Array) -> tuple[jax.Array, 
     n, k = route.rows.shape
     is_there = route.source < n * k
     rows = jnp.where(is_there[:, :, None], d[jnp.where(is_there, route.source, 0) // k], 0)
-    return jnp.pad(rows, ((0, 0), (0, block.tail), (0, 0))).reshape(-1, block.width), None
+    return jnp.pad(rows, ((0, 0), (block.header, 0), (0, 0))).reshape(-1, block.width), None
 
 
 collect.defvjp(lambda y, route, block: (collect(y, route, block), route), _collect_back)
@@ -204,11 +243,11 @@ def by_expert(counts: Int32[Array, "G E"], block: Block) -> Groups:
     """Returns the groups of rows that came with these counts."""
     peers, E = counts.shape
     ends = jnp.cumsum(counts, axis=1)
-    slot = jnp.arange(block.rows)[None, :]
+    slot = jnp.arange(block.rows)[None, :] - block.header
     expert = jnp.sum(slot[:, :, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
     sizes = jnp.sum(counts, axis=0)
     first = (jnp.cumsum(sizes) - sizes)[None] + jnp.cumsum(counts, axis=0) - counts
-    is_row = expert < E
+    is_row = (slot >= 0) & (expert < E)
     of_expert = (jnp.arange(peers)[:, None], jnp.minimum(expert, E - 1))
     place = first[of_expert] + slot - (ends - counts)[of_expert]
     num_slots, row = peers * block.slots, jnp.arange(peers * block.rows, dtype=jnp.int32)
@@ -217,7 +256,7 @@ def by_expert(counts: Int32[Array, "G E"], block: Block) -> Groups:
     return Groups(order, sizes, is_row.reshape(-1), jnp.where(is_row, place, 0).reshape(-1))
 
 
-def _tail(values: Float32[Array, "G V"], dtype: DTypeLike, block: Block) -> Float[Array, "G tail I"]:
+def _header(values: Float32[Array, "G V"], dtype: DTypeLike, block: Block) -> Float[Array, "G header I"]:
     """Returns rows that represent the values exactly, in a dtype with fewer bits as sums of terms."""
     terms, rest = [], values
     for _ in range(block.terms):
@@ -226,11 +265,11 @@ def _tail(values: Float32[Array, "G V"], dtype: DTypeLike, block: Block) -> Floa
         terms.append(term)
         rest = rest - term
     flat = jnp.concatenate(terms, axis=1).astype(dtype)
-    fill = block.tail * block.width - flat.shape[1]
-    return jnp.pad(flat, ((0, 0), (0, fill))).reshape(-1, block.tail, block.width)
+    fill = block.header * block.width - flat.shape[1]
+    return jnp.pad(flat, ((0, 0), (0, fill))).reshape(-1, block.header, block.width)
 
 
-def _tail_values(blocks: Float[Array, "G rows I"], block: Block) -> Float32[Array, "G V"]:
-    flat = blocks[:, block.slots :].reshape(blocks.shape[0], -1).astype(jnp.float32)
+def _header_values(blocks: Float[Array, "G rows I"], block: Block) -> Float32[Array, "G V"]:
+    flat = blocks[:, : block.header].reshape(blocks.shape[0], -1).astype(jnp.float32)
     num_values = block.slots + block.experts
     return jnp.sum(flat[:, : block.terms * num_values].reshape(-1, block.terms, num_values), axis=1)

@@ -12,6 +12,7 @@ from llamajax.config.run import Config
 from llamajax.errors import ConfigError
 from llamajax.estimates.communication import sequence_numbers
 from llamajax.estimates.device_memory import expected_bytes, saved_host_bytes
+from llamajax.estimates.experts import exchange_form
 from llamajax.estimates.formulas import (
     DTYPE_BYTES,
     computed_model,
@@ -92,6 +93,7 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
         "sequence": sequence_form(config, mesh),
         "tensor": tensor_form(config, mesh),
         "expert_parts": parts_form(config, mesh),
+        "expert_exchange": exchange_form(config, mesh),
     }
     config = _in_forms(config, **{setting: form for setting, (form, _) in chosen.items()})
     order, chunks, why = pipeline_form(config, mesh)
@@ -105,7 +107,7 @@ def resolve(config: Config, mesh: Mapping[str, int]) -> ResolvedRun:
     if mesh["pipeline"] == 1:
         no_choice.add("pipeline_head")
     if num_parts("experts", mesh) == 1 or not config.model.experts.enabled:
-        no_choice.add("expert_parts")
+        no_choice |= {"expert_parts", "expert_exchange"}
     if asked == "auto":
         chosen["remat"] = remat, reason
     reasons = {setting: f"{form}: {reason}" for setting, (form, reason) in chosen.items() if setting not in no_choice}

@@ -21,8 +21,8 @@ from llamajax.estimates.formulas import num_active_params, num_params
 
 WIDTH, HIDDEN = 192, 512
 """Width of the residual stream, and of the hidden layers of a token's fine-grained experts together."""
-LATENT = WIDTH // 2
-"""Width in which BigMac's tokens travel. The paper's is a quarter of 2,048 numbers; a quarter of 192 is too few."""
+LATENT = 2 * WIDTH // 3
+"""Width in which BigMac's tokens travel. The paper's is a quarter of 2,048 numbers; half of 192 is too few."""
 NUM_DEVICES = 2
 """Emulated devices, over which the experts are split."""
 MODELS = ("dense", "fine-grained", "BigMac")

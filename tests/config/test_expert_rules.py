@@ -19,6 +19,10 @@ LORA = {"adapters.kind": "lora", "init_from": "base"}
             {"model.experts.num_experts": 0, "mesh.expert": 1, "mesh.fsdp": 8, "parallel.expert_parts": 2},
             "parallel.expert_parts",
         ),
+        (
+            {"model.experts.num_experts": 0, "mesh.expert": 1, "mesh.fsdp": 8, "parallel.expert_exchange": "ragged"},
+            "parallel.expert_exchange",
+        ),
         ({"model.experts.num_experts": 0}, "mesh.expert"),
         ({"model.experts.num_experts": 6}, "model.experts.num_experts"),
         (LORA | {"adapters.targets": ("q", "down")}, "adapters.targets"),

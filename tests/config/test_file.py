@@ -141,6 +141,7 @@ def everything(monkeypatch) -> Config:
         parallel=ParallelConfig(
             stack="prefetch", zero=2, zero_data=1, grad_reduce="step", sequence="ring", tensor="ring",
             pipeline="interleaved", pipeline_chunks=2, pipeline_head="last", expert_slots=2.0, expert_parts=3,
+            expert_exchange="blocks",
         ),
         distributed=DistributedConfig(
             enabled=True, coordinator_address="host:1", num_processes=2, process_id=1, heartbeat_timeout_s=9,

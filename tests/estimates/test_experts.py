@@ -17,7 +17,7 @@ from llamajax.config.parallel import AXES, MeshConfig
 from llamajax.config.run import Config
 from llamajax.config.training import TrainConfig
 from llamajax.estimates import communication, device_memory, formulas
-from llamajax.estimates.experts import Dispatch, num_exchanges
+from llamajax.estimates.experts import Dispatch, exchange_form, num_exchanges
 from llamajax.model import Llama
 from llamajax.model.experts import Experts
 from llamajax.model.token_dispatcher import TokenDispatcher
@@ -115,17 +115,17 @@ def test_bigmacs_anchors_of_size_and_work(kind, billions, tflop):
 
 
 def test_bigmacs_anchors_of_bytes():
-    """All devices send 1,488 and 372 GiB of tokens, exactly a quarter, without room for imbalance and without tails."""
+    """All devices send 1,488 and 372 GiB of tokens, exactly a quarter, without room for imbalance and without headers."""
     found = {}
     for kind, config in anchors().items():
         config = config.changed({"parallel.expert_slots": 1.0, "model.remat": "none"})
         mesh = mesh_of(config)
         way = Dispatch.of(config, mesh)
-        tails = (way.block_rows - way.slots) / way.block_rows
+        headers = (way.block_rows - way.slots) / way.block_rows
         assert (num_exchanges(config), way.slots * way.peers) == (4, way.choices)
-        assert tails < 0.01
+        assert headers < 0.01
         sent = 32 * communication.expert_bytes(config, mesh)
-        found[kind] = sent * (1 - tails)
+        found[kind] = sent * (1 - headers)
     assert {kind: round(size / 2**30, 6) for kind, size in found.items()} == {"fine": 1488, "bigmac": 372}
     assert found["bigmac"] == pytest.approx(0.25 * found["fine"], rel=1e-12)
 
@@ -246,3 +246,24 @@ def test_blocks_that_are_kept_count_in_memory():
     way, tokens = Dispatch.of(narrow, mesh_of(narrow)), device_memory.tokens_per_device(narrow, mesh_of(narrow))
     assert device_memory.kept_block_bytes(narrow, mesh_of(narrow)) == 2 * (way.rows + tokens) * 16
     assert device_memory.kept_block_bytes(narrow.changed({"model.remat": "full"}), mesh_of(narrow)) == 0
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "form"),
+    [
+        ({"expert": 4, "fsdp": 4}, {}, "blocks"),
+        ({"expert": 8, "fsdp": 2}, {}, "ragged"),
+        ({"expert": 4, "sequence": 2, "fsdp": 2}, {}, "ragged"),
+        ({"fsdp": 16}, {}, "blocks"),
+        ({"expert": 8, "fsdp": 2}, {"hardware.gpu": "none"}, "blocks"),
+        ({"expert": 8, "fsdp": 2}, {"mesh.num_cpu_devices": 16, "parallel.expert_exchange": "ragged"}, "blocks"),
+        ({"expert": 4, "fsdp": 4}, {"parallel.expert_exchange": "ragged"}, "ragged"),
+    ],
+)
+def test_empty_slots_stay_where_experts_lie_in_several_nodes(axes, changes, form):
+    """With four GPUs in a node. What travels alone are a header and the mean number of tokens."""
+    config = run(axes, **{"mesh.num_cpu_devices": None, "hardware.gpus_per_node": 4, "hardware.nodes": 4} | changes)
+    assert exchange_form(config, mesh_of(config))[0] == form
+    way = Dispatch.of(config, mesh_of(config))
+    rows = way.block_rows if form == "blocks" else way.header_rows + way.choices / way.peers
+    assert way.sent_numbers == (way.peers - 1) * rows * way.width

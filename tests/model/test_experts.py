@@ -108,11 +108,11 @@ def mesh_of(axes: dict[str, int]) -> jax.sharding.Mesh:
     return make_mesh(MeshConfig(**sizes))
 
 
-def found(kind: str, mesh: jax.sharding.Mesh, slots: float, float8: DTypeLike | None = None) -> Any:
+def found(kind: str, mesh: jax.sharding.Mesh, slots: float, float8: DTypeLike | None = None, **forms: Any) -> Any:
     """Results and gradients; `float8` is the format of the matrices that are multiplied in float8."""
     weights, x, d, _ = expected(kind)
     jax.set_mesh(mesh)
-    config, parallel = model_config(kind), dataclasses.replace(PLAIN, expert_slots=slots)
+    config, parallel = model_config(kind), dataclasses.replace(PLAIN, expert_slots=slots, **forms)
     experts = jax.jit(functools.partial(Experts, config))(jax.random.key(0))
     leaves, tree = jax.tree.flatten(experts)
     placed = [jax.device_put(weights[name], leaf.sharding) for name, leaf in zip(named_arrays(experts), leaves, strict=True)]
@@ -154,6 +154,32 @@ def test_results_and_gradients_are_those_of_the_definition(kind: str, slots: flo
 )
 def test_devices_share_the_experts(kind: str, axes: dict[str, int], slots: float):
     same(found(kind, mesh_of(axes), slots), expected(kind)[3])
+
+
+def ragged_on_cpus(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What `jax.lax.ragged_all_to_all` does on GPUs. Rows are lost in NaNs where a device expects others than are sent."""
+    everyone = functools.partial(jax.lax.all_gather, axis_name=axis_name)
+    rows, starts, sizes, places = map(everyone, (operand, input_offsets, send_sizes, output_offsets))
+    own, at = jax.lax.axis_index(axis_name), jnp.arange(len(output))
+    for peer in range(jax.lax.axis_size(axis_name)):
+        offset = at - places[peer, own]
+        came = rows[peer, jnp.clip(starts[peer, own] + offset, 0, len(operand) - 1)]
+        came = jnp.where(sizes[peer, own] == recv_sizes[peer], came, jnp.nan)
+        output = jnp.where(((offset >= 0) & (offset < sizes[peer, own]))[:, None], came, output)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "slots"),
+    [
+        ("large", {"expert": 4, "fsdp": 2}, 0.5),
+        ("narrow", {"expert": 2, "fsdp": 2, "tensor": 2}, 1.25),
+        pytest.param("shared", {"expert": 8, "fsdp": 1}, 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_filled_rows_may_travel_alone(kind: str, axes: dict[str, int], slots: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_on_cpus)
+    same(found(kind, mesh_of(axes), slots, expert_exchange="ragged"), expected(kind)[3])
 
 
 @pytest.mark.parametrize(

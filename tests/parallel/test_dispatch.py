@@ -42,7 +42,7 @@ def test_each_round_takes_the_next_choices_of_every_peer(experts, slots):
         counts = np.zeros_like(route.counts)
         for peer, own in enumerate(in_turn(chosen, block, round_)):
             for slot, (token, k) in enumerate(own):
-                rows[token, k], sources[peer, slot] = peer * block.rows + slot, token * K + k
+                rows[token, k], sources[peer, slot] = peer * block.rows + block.header + slot, token * K + k
                 counts[peer, chosen[token, k] % experts] += 1
         np.testing.assert_array_equal(route.rows, rows)
         np.testing.assert_array_equal(route.source, sources)
@@ -62,7 +62,7 @@ def test_rows_weights_and_counts_arrive_as_they_left(dtype):
     np.testing.assert_array_equal(counts, route.counts)
     source = np.asarray(route.source)
     for peer, slot in np.argwhere(source < N * K):
-        row, choice = peer * block.rows + slot, source[peer, slot]
+        row, choice = peer * block.rows + block.header + slot, source[peer, slot]
         np.testing.assert_array_equal(rows[row], np.asarray(x)[choice // K])
         assert own_weights[row] == np.asarray(weights)[choice // K, choice % K]
 
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_gathers_and_sums():
     x, y = (jax.random.normal(jax.random.key(key), (size, WIDTH)) for key, size in ((0, N), (1, E // 4 * block.rows)))
     weights = jax.random.uniform(jax.random.key(2), (N, K))
     at, source = route.rows.reshape(-1), jnp.minimum(route.source.reshape(-1), N * K - 1)
-    slots = (np.arange(E // 4)[:, None] * block.rows + np.arange(block.slots)).reshape(-1)
+    slots = (np.arange(E // 4)[:, None] * block.rows + block.header + np.arange(block.slots)).reshape(-1)
     is_there = route.source.reshape(-1) < N * K
 
     def sent(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ def test_rows_that_came_are_ordered_by_expert(chosen):
     groups = jax.tree.map(np.asarray, dispatch.by_expert(counts, block))
     np.testing.assert_array_equal(groups.sizes, np.asarray(counts).sum(axis=0))
     expected = [
-        peer * block.rows + int(np.sum(counts[peer, :expert])) + number
+        peer * block.rows + block.header + int(np.sum(counts[peer, :expert])) + number
         for expert in range(4)
         for peer in range(len(counts))
         for number in range(int(counts[peer, expert]))

@@ -94,8 +94,9 @@ def test_weights_are_not_prefetched_where_they_would_not_fit():
 def test_what_is_asked_for_is_taken():
     config, axes = planned(fsdp=2, sequence=2, tensor=2)
     asked = ParallelConfig(
-        stack="scan", sequence="ring", tensor="ring", grad_reduce="step", pipeline="1f1b", pipeline_head="last"
-    )
+        stack="scan", sequence="ring", tensor="ring", grad_reduce="step", pipeline="1f1b", pipeline_head="last",
+        expert_exchange="blocks",
+    )  # fmt: skip
     run = resolve(config.changed({"parallel": asked, "train.grad_accum_steps": 2}), axes)
     assert run.config.parallel == asked
     assert run.reasons == {setting: f"{getattr(asked, setting)}: parallel.{setting} says so" for setting in run.reasons}

@@ -25,10 +25,17 @@ class Loads:
     """Loads of all devices with equally loaded experts; zeros in rounds that these do not need."""
     busiest: tuple[float, ...]
     """Loads of the device with `hardware.expert_imbalance` times the mean, which all devices wait for."""
+    header: float
+    """Rows of a block's header over all rows of the block."""
 
     @property
     def further_rounds(self) -> int:
         return len(self.busiest) - 1
+
+    def filled(self, *, is_further: bool) -> tuple[float, float]:
+        """Returns the shares of blocks that are filled, headers included, with the loads of `of`."""
+        mean, busiest = self.of(is_further=is_further)
+        return self.header + (1 - self.header) * mean, self.header + (1 - self.header) * busiest
 
     def of(self, *, is_further: bool) -> tuple[float, float]:
         """Returns mean and busiest load of the first round, or averaged over the further ones."""
@@ -46,7 +53,8 @@ def expert_loads(config: Config, mesh: Mapping[str, int]) -> Loads | None:
     busiest, mean = (
         [rows / way.places for rows in way.loads(imbalance)] for imbalance in (config.hardware.expert_imbalance, 1.0)
     )
-    return Loads(mean=(*mean, *[0.0] * (len(busiest) - len(mean))), busiest=tuple(busiest))
+    header = way.header_rows / way.block_rows
+    return Loads(mean=(*mean, *[0.0] * (len(busiest) - len(mean))), busiest=tuple(busiest), header=header)
 
 
 def grouped_seconds(kernel: str, flops_per_row: int, rows: float, experts: int, machine: Machine) -> float:

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from llamajax.estimates.machine import Machine
+from llamajax.planning.cost.experts import FURTHER_ROUNDS, Loads
 from llamajax.planning.xla.hlo import Computation, Instruction, Module, num_bytes
 
 LinkKind = Literal["intra_node", "inter_node", "inter_domain"]
@@ -83,7 +84,12 @@ def collective_kind(opcode: str) -> str | None:
 
 
 def collective(
-    instruction: Instruction, computation: Computation, module: Module, machine: Machine, mesh: Mapping[str, int]
+    instruction: Instruction,
+    computation: Computation,
+    module: Module,
+    machine: Machine,
+    mesh: Mapping[str, int],
+    loads: Loads | None = None,
 ) -> Collective:
     """Returns the cost of a collective, or of its `-start`.
 
@@ -93,10 +99,16 @@ def collective(
         module: the computation's module.
         machine: the machine that it runs on.
         mesh: sizes of the mesh axes, outer to inner; their product is the number of devices.
+        loads: loads of experts. A ragged all-to-all sends the filled rows of the mean device, in the time that those of the
+            busiest take.
     """
     kind = collective_kind(instruction.opcode)
     assert kind is not None, instruction.opcode
-    sent = sum(num_bytes(shape) for shape in computation.operand_shapes(instruction))
+    shapes = computation.operand_shapes(instruction)
+    sent, slower = sum(map(num_bytes, shapes)), 1.0
+    if kind == "ragged-all-to-all":  # of an array; others are the result's first content, offsets and sizes
+        mean, busiest = loads.filled(is_further=FURTHER_ROUNDS in instruction.op_name) if loads else (1.0, 1.0)
+        sent, slower = round(mean * num_bytes(shapes[0])), busiest / mean
     if kind == "collective-permute":
         return _permute(instruction, sent, module.num_devices, machine, mesh)
     groups = instruction.replica_groups(module.num_devices)
@@ -113,7 +125,7 @@ def collective(
             inter = passed / g if m > 1 else 0.0
         case "all-to-all" | "ragged-all-to-all":
             inter = whole * (n - g) / n
-            seconds = _all_to_all_seconds(passed - inter, inter, n, m, machine)
+            seconds = _all_to_all_seconds(slower * (passed - inter), slower * inter, n, m, machine)
         case _:
             seconds = ring_seconds(passed, n - 1, m - 1, n, m, machine)
             inter = passed / g if m > 1 else 0.0

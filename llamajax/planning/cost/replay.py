@@ -306,7 +306,7 @@ class _Replayer:
             return [_Op("wait", instruction, (computation.name, sender.name))] if is_sent else []
         hero, place = self._hero(instruction, computation)
         if collective_kind(hero.opcode):
-            cost = collective(hero, place, self.module, self.machine, self.mesh)
+            cost = collective(hero, place, self.module, self.machine, self.mesh, self.costs.loads)
             self.collectives[key] = cost
             self.is_sync[key] = instruction.is_sync or not instruction.opcode.endswith("-start")
             send = _Op("send", instruction, key, cost.link, cost.kind, cost.seconds)

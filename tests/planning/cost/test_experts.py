@@ -1,15 +1,19 @@
 """The cost of experts' products, against hand counts: rows that come, tiles that they fill, and rounds."""
 
+from typing import Any
+
 import pytest
 
 from llamajax.planning.cost.experts import KERNELS, Loads, expert_loads
 from llamajax.planning.cost.kernels import CostModel
+from llamajax.planning.cost.network import collective
 from llamajax.planning.cost.replay import replay
 from llamajax.planning.cost.timeline import CollectiveUse
 from tests.estimates.test_experts import mesh_of, run
 from tests.planning.modules import MACHINE, SHARE, memory_s, module
 
-EVEN, UNEVEN = Loads(mean=(0.8,), busiest=(0.8,)), Loads(mean=(0.8, 0.0, 0.0), busiest=(1.0, 1.0, 0.4))
+EVEN = Loads(mean=(0.8,), busiest=(0.8,), header=0.1)
+UNEVEN = Loads(mean=(0.8, 0.0, 0.0), busiest=(1.0, 1.0, 0.4), header=0.1)
 TRITON = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 8 : i32, name = "%s", num_stages = 3 : i32}'
 ROWS, E, K, N = 40960, 8, 2048, 1536
 
@@ -25,7 +29,7 @@ row's weight, and sums for its gradient, in float32."""
 
 
 def program(kernel: str, op_name: str = ""):
-    """A kernel as XLA writes it: a device with 8 experts has 40,960 places, and rows and tails of blocks as `x`."""
+    """A kernel as XLA writes it: a device with 8 experts has 40,960 places, and rows and headers of blocks as `x`."""
 
     def array(*dims: int, dtype: str = "bf16") -> str:
         order = ",".join(map(str, reversed(range(len(dims)))))
@@ -70,7 +74,7 @@ def test_rows_that_come_take_time_in_whole_tiles(kernel, loads):
 def test_few_rows_take_as_long_as_their_matrices():
     """Each expert gets ten of 80 rows, which is one tile, in less time than all matrices need."""
     compiled = program("grouped_rows")
-    load = Loads(mean=(80 / ROWS,), busiest=(80 / ROWS,))
+    load = Loads(mean=(80 / ROWS,), busiest=(80 / ROWS,), header=0.0)
     found = CostModel(compiled, MACHINE, loads=load).cost(compiled.entry.root, compiled.entry)
     assert found.seconds == pytest.approx(memory_s(2 * (E * K * N + 80 * (K + N))))
 
@@ -115,6 +119,24 @@ def test_rounds_are_those_that_the_loads_take(loads, groups):
         "intra_node": rounds * (12e6 if not inter else 16e6 * 3 / 8),
         "inter_node": rounds * inter,
     }
+
+
+@pytest.mark.parametrize("loads", [EVEN, UNEVEN])
+def test_a_ragged_all_to_all_sends_what_is_filled(loads):
+    """Headers and tokens, in the time that the busiest device takes; offsets and sizes do not count."""
+    operands = "%x = bf16[800,64]{1,0} parameter(0)\n%o = s32[8]{0} parameter(1)\n"
+
+    def sent(name: str, inputs: str) -> Any:
+        line = f"%r = bf16[800,64]{{1,0}} {name}({inputs}), replica_groups={{{{0,1,2,3,4,5,6,7}}}}"
+        program = module(operands + line)
+        return collective(program.entry.root, program.entry, program, MACHINE, {"expert": 8}, loads)
+
+    whole, filled = sent("all-to-all", "%x"), sent("ragged-all-to-all", "%x, %x, %o, %o, %o, %o")
+    assert whole.num_bytes == 2 * 800 * 64
+    assert filled.num_bytes == pytest.approx((0.1 + 0.9 * 0.8) * whole.num_bytes)
+    assert sum(filled.wire_bytes.values()) == pytest.approx(7 / 8 * filled.num_bytes)
+    share = 0.1 + 0.9 * loads.busiest[0]
+    assert filled.seconds < whole.seconds if share < 1 else filled.seconds == whole.seconds
 
 
 def test_a_further_round_computes_what_is_left():
