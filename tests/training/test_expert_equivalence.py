@@ -117,7 +117,8 @@ def test_drawn_forms_equal_one_device(seed):
 
 
 def check(kind: str, axes: dict[str, int], forms: dict[str, Any]) -> None:
-    config, mesh = config_of(kind), make_mesh(MeshConfig(**axes))
+    sizes: dict[str, Any] = {**axes}
+    config, mesh = config_of(kind), make_mesh(MeshConfig(**sizes))
     # The balance loss of "fine" counts the choices of a micro-batch.
     own = {key: forms[key] for key in ("train.grad_accum_steps",) if kind == "fine" and key in forms}
     expected = reference(config.changed(own))
