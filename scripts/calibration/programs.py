@@ -147,7 +147,7 @@ def scores_behind(constant: str) -> Scores | None:
     return computed_scores(resolve_planned(shipped().changed(ATTENTION | {"model.attention_kernel": kernel})))
 
 
-FULL = Loads(mean=(1.0,), busiest=(1.0,))
+FULL = Loads(mean=(1.0,), busiest=(1.0,), header=0.0)
 """Loads of experts where every place has a row, as in `by_grouped`."""
 
 
