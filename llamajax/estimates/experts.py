@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.config.model import SAVED_BY_REMAT
-from llamajax.config.parallel import AXES, ExchangeForm, num_parts, splits_residual
+from llamajax.config.parallel import ExchangeForm, num_parts, splits_residual
 from llamajax.config.run import Config
 
 _SLOT_MULTIPLE = 8
@@ -91,12 +91,7 @@ def exchange_form(config: Config, mesh: Mapping[str, int]) -> tuple[ExchangeForm
         return given
     if not config.model.experts.enabled or num_parts("experts", mesh) == 1:
         return "blocks", "no token travels"
-    if config.hardware.gpu == "none":
-        return "blocks", "hardware.gpu does not name the GPU"
-    span = math.prod(mesh[axis] for axis in AXES[AXES.index("expert") :])
-    if span <= config.hardware.gpus_per_node:
-        return "blocks", "experts of a layer lie within a node, where other work hides what empty slots take"
-    return "ragged", "experts of a layer lie in several nodes, between which empty slots take time"
+    return "blocks", "for XLA's ragged all-to-all the host sends every part by itself"
 
 
 def block_slots(tokens: int, top_k: int, peers: int, experts: int, slots: float) -> int:

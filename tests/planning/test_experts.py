@@ -44,7 +44,7 @@ KEPT = BIGMAC.changed({"model.remat": "save_attention_qkv_mlp"})
 FORMS = {
     "fine": (FINE, "all-to-all"),
     "bigmac": (BIGMAC, "all-to-all"),
-    "filled": (KEPT.changed({"parallel.expert_exchange": "auto"}), "ragged-all-to-all"),
+    "filled": (KEPT.changed({"parallel.expert_exchange": "ragged"}), "ragged-all-to-all"),
 }
 
 
