@@ -152,8 +152,8 @@ class ParallelConfig(Section):
     """Tokens that a device can send to each device of its experts at once, over the balanced number. Other tokens follow in
     further rounds, so none is lost, but all devices wait for these. 0: as many as could ever go to one device."""
     expert_exchange: ExchangeForm = "auto"
-    """How tokens travel to experts. `blocks`, which `auto` resolves to: all slots, filled or not. `ragged`: filled ones alone,
-    once devices know how many come. XLA has it for GPUs, where it may pay between nodes: the plan tells."""
+    """How tokens travel to experts. `blocks`, which `auto` resolves to: all slots, filled or not. `ragged`: filled ones
+    alone, once devices know how many come. XLA has it for GPUs, where it may pay between nodes: the plan tells."""
     expert_parts: PositiveIntOrUnset = None
     """Parts of a device's rows that take turns at the experts: the tokens of one travel while the device computes with
     another. At most the rows that a device has of a micro-batch; unset: by formulas."""

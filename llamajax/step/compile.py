@@ -72,7 +72,7 @@ def compiler_options(run: ResolvedRun, *, latencies: str | None = None, untimed:
             # A layer's weights arrive and gradients leave while the tokens of several parts travel one after the other.
             options[_AT_ONCE] = "3"
         if config.parallel.expert_exchange == "ragged":
-            # By default, newer versions bring everything to one device of each node first, five times the bytes.
+            # By default jaxlib 0.12 splits it into parts within and between nodes, which send five times the bytes.
             options["xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"] = False
             if jaxlib.version.__version_info__ >= (0, 11):
                 options["xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"] = True
