@@ -257,8 +257,8 @@ def test_blocks_that_are_kept_count_in_memory():
         ({"expert": 8, "fsdp": 2}, {"parallel.expert_exchange": "ragged"}, "ragged"),
     ],
 )
-def test_empty_slots_stay_on_gpus_if_told(axes, changes, form):
-    """What travels alone are a header and the mean number of tokens."""
+def test_empty_slots_do_not_travel_in_ragged_blocks(axes, changes, form):
+    """A ragged block holds a header and the mean number of tokens; a whole block also holds empty slots."""
     config = run(axes, **{"mesh.num_cpu_devices": None, "hardware.gpus_per_node": 4, "hardware.nodes": 4} | changes)
     assert exchange_form(config, mesh_of(config))[0] == form
     way = Dispatch.of(config, mesh_of(config))

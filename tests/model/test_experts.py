@@ -157,7 +157,8 @@ def test_devices_share_the_experts(kind: str, axes: dict[str, int], slots: float
 
 
 def ragged_on_cpus(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What `jax.lax.ragged_all_to_all` does on GPUs. Rows are lost in NaNs where a device expects others than are sent."""
+    """Does on CPUs what `jax.lax.ragged_all_to_all` does on GPUs. A device receives NaNs from a peer whose number of rows it
+    expects wrongly."""
     everyone = functools.partial(jax.lax.all_gather, axis_name=axis_name)
     rows, starts, sizes, places = map(everyone, (operand, input_offsets, send_sizes, output_offsets))
     own, at = jax.lax.axis_index(axis_name), jnp.arange(len(output))
