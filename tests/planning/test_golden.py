@@ -34,9 +34,9 @@ def shipped(name: str) -> Config:
 
 def test_every_plan_is_kept():
     kept = golden()
-    assert kept[DOCUMENTED].keys() == kept["expected"].keys() == plans().keys()
+    assert DOCUMENTED in kept
     for section in kept.values():
-        assert section.keys() <= plans().keys()
+        assert section.keys() == plans().keys()
 
 
 @pytest.mark.parametrize("name", plans())
@@ -53,7 +53,7 @@ def test_what_is_expected_of_a_program_is_what_its_configuration_asks_for(name):
 @pytest.mark.parametrize("name", plans())
 def test_no_other_settings_of_xla_were_better(name):
     for version, kept in golden().items():
-        if version != "expected" and name in kept:
+        if version != "expected":
             assert kept[name]["step_time_s"] <= BETTER * min(kept[name]["alternatives"].values())
 
 
@@ -67,8 +67,8 @@ IN_CI = ("llama2_13b_1xa100_80gb",)
 )
 def test_a_plan_contains_what_it_must_and_is_no_worse_than_it_was(name):
     kept = golden()
-    if name not in kept.get(jax.__version__, {}):
-        pytest.skip(f"this plan is not kept for jax {jax.__version__}; scripts/plans.py makes it")
+    if jax.__version__ not in kept:
+        pytest.skip(f"no plans are kept for jax {jax.__version__}; scripts/plans.py makes them")
     before, config = kept[jax.__version__][name], shipped(name)
     told = figures(make_plan(config, suggest=False))
     assert wrong(name, told, kept) == []
