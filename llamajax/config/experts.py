@@ -115,6 +115,11 @@ class ExpertsConfig(Section):
         return (num_layers - self.first_dense_layers) // self.layer_step if self.enabled else 0
 
     @property
+    def counts_micro_batches(self) -> bool:
+        """Whether the loss depends on which rows are in a micro-batch together."""
+        return self.enabled and self.balance_loss > 0 and self.balance_over == "batch"
+
+    @property
     def enabled(self) -> bool:
         """Whether the model has experts."""
         return self.num_experts > 0

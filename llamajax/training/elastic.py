@@ -134,7 +134,7 @@ def _line(config: Config, num_devices: int, began: Mapping[str, Any]) -> str | N
     if now != then and train.grad_accum_dtype != "float32":
         same += f", but different rounding: train.grad_accum_dtype={train.grad_accum_dtype}"
     experts = config.model.experts
-    if now != then and experts.enabled and experts.balance_loss and experts.balance_over == "batch":
+    if now != then and experts.counts_micro_batches:
         same += ", but a balance loss over other micro-batches: model.experts.balance_over=batch"
     return f"{instead}: mesh {axes}, {steps} (was {then} of {train.global_batch_size // then}), {same}"
 

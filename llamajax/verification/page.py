@@ -35,7 +35,7 @@ llamajax {told["llamajax"]}, jax {html.escape(told["jax_version"])}"""
 <h2>Scaled down</h2>
 {_changes(told)}
 <p>The loss, every gradient, moment and weight of {len(told["steps"])} steps were compared with those of one
-device that runs one micro-batch and shares no work, in each form that an
+device that shares no work, in each form that an
 <i>auto</i> may resolve to. Not covered: GPU kernels,
 16-bit rounding, speed.</p>"""
     return build_page(f"{name}: verification", heading=name, intro=intro, cards=_cards(told), body=body, style=_STYLE)

@@ -1,7 +1,7 @@
 """A verification, from configuration to verdict: read `run` from top to bottom.
 
 Scales the run's mesh and forms down to a few emulated devices, and compares its first steps with those of the plainest
-possible run: one device, one micro-batch, no recomputation, no form of sharing the work, nothing in host memory. Both runs
+possible run: one device, no accumulation, no recomputation, no form of sharing the work, nothing in host memory. Both runs
 draw the weights themselves, train on the same rows, and compute in fp32 throughout.
 
 Exit codes: 0 when all numbers are equal, or there is nothing to verify, because the run has one device and keeps all data on
@@ -106,7 +106,8 @@ def scale(config: Config, num_devices: int | None) -> Scaled | None:
     config = config.in_largest_steps()
     axes = scaled_axes(configured, num_devices) if num_devices else fitting_axes(config.model, configured)
     trained = resolve(config, configured).config
-    verified = scale_down(config, configured, axes).changed(
+    in_parts = config.changed({"parallel.expert_parts": trained.parallel.expert_parts})
+    verified = scale_down(in_parts, configured, axes).changed(
         {"model.remat": trained.model.remat, "offload": _verified(trained.offload)}
     )
     return Scaled(

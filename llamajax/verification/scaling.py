@@ -89,7 +89,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
     """Returns the run on a mesh of emulated devices with axes of the sizes `scaled`: small, in fp32 and five steps long.
 
     Args:
-        config: the run.
+        config: the run; with experts, as many parts as it is trained in.
         configured: sizes of its mesh axes.
         scaled: result of `scaled_axes`.
 
@@ -106,6 +106,7 @@ def scale_down(config: Config, configured: Mapping[str, int], scaled: Mapping[st
     num_layers, chunks = _scaled_layers(config, configured["pipeline"], scaled["pipeline"])
     stages = _scaled_stages(config.mesh.stages, scaled["pipeline"])
     per_device = _few(max(1, train.global_batch_size // train.grad_accum_steps // replicas), 2)
+    per_device = max(per_device, config.parallel.expert_parts or 1)  # each part has a row
     axes: dict[str, Any] = dict(scaled)
     batch_size = accumulated * per_device * num_parts("micro_batch", scaled)
     of_rollouts = {}
@@ -166,8 +167,10 @@ def scaled_heads(model: ModelConfig, configured: Mapping[str, int], scaled: Mapp
 
 
 def on_one_device(config: Config) -> Config:
-    """Returns the run in the plainest form: one device, one micro-batch, nothing recomputed or in host memory."""
-    plain = {"parallel": PLAIN, "offload": ON_CARD, "train.grad_accum_steps": 1, "model.remat": "none"}
+    """Returns the run in the plainest form: one device, nothing recomputed or in host memory, and one micro-batch, unless
+    the loss depends on which rows that one holds."""
+    steps = config.train.grad_accum_steps if config.model.experts.counts_micro_batches else 1
+    plain = {"parallel": PLAIN, "offload": ON_CARD, "train.grad_accum_steps": steps, "model.remat": "none"}
     return config.changed({"mesh": MeshConfig(num_cpu_devices=1), **plain})
 
 

@@ -83,7 +83,8 @@ def plainer(config: Config) -> Iterator[tuple[str, Any, Config]]:
     settings += [("mesh.stages", ())]
     settings += [(join("parallel", field.name), getattr(PLAIN, field.name)) for field in dataclasses.fields(PLAIN)]
     settings += [("offload.activations", "none"), ("offload.optimizer", "none")]
-    settings += [("train.grad_accum_steps", 1), ("model.remat", "none")]
+    settings += [] if config.model.experts.counts_micro_batches else [("train.grad_accum_steps", 1)]
+    settings += [("model.remat", "none")]
     for key, value in settings:
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) == value:

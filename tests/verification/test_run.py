@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from llamajax.config.data import StageConfig
-from llamajax.config.file import dump_config
+from llamajax.config.file import dump_config, load_config
 from llamajax.config.parallel import PLAIN, MeshConfig
 from llamajax.config.run import Config
 from llamajax.verification import run as verification
+from llamajax.verification.variants import possible_forms
 from tests.tiny import tiny_config
 from tests.verification import faults
+from tests.verification.test_scaling import CONFIGS
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,23 @@ def test_a_fault_ends_with_code_1_and_its_cause(tmp_path, capsys):
     assert line.startswith("step 1: loss differs by ")
     assert "likely cause: the forward pass is already wrong; it goes away with mesh.sequence: 1; it stays with" in line
     assert not json.loads((tmp_path / "a.json").read_text())["equal"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_is_verified_in_the_forms_that_it_is_trained_in(path):
+    scaled = verification.scale(load_config(path), None)
+    if scaled is not None:
+        trained = possible_forms(scaled.verified, scaled.forms)["trained"]
+        assert (trained.parallel, trained.mesh) == (scaled.forms, scaled.verified.mesh)
+
+
+@pytest.mark.slow
+def test_a_balance_loss_over_micro_batches_is_verified(capsys):
+    """Experts of a run that sums up several micro-batches."""
+    own = config(fsdp=4, expert=2).changed(
+        {"train.grad_accum_steps": 2, "model.experts.num_experts": 4, "model.experts.balance_loss": 0.1}
+    )
+    assert verification.main(own, {}) == 0, capsys.readouterr().err
 
 
 def test_one_device_has_nothing_to_verify(capsys):
