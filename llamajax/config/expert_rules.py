@@ -31,8 +31,3 @@ def expert_problems(
         yield f"adapters.targets: experts have no adapters; name only those of {list(_OF_ATTENTION)}"
     if adapters.enabled and adapters.is_quantized:
         yield f"adapters.base: {adapters.base} is no form of experts; set bfloat16"
-    if model.has_layers_of_two_kinds and axes["pipeline"] > 1:
-        yield (
-            f"mesh.pipeline: {axes['pipeline']} stages need layers of one kind, and some have no experts; set 1 and use"
-            " mesh.expert and mesh.fsdp"
-        )

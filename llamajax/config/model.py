@@ -201,9 +201,9 @@ class ModelConfig(Section):
         return shortest_round([windows[kind] for kind in itertools.islice(kinds, self.num_layers)])
 
     @property
-    def has_layers_of_two_kinds(self) -> bool:
-        """Whether some layers have experts and others a dense MLP, so that they are stored in two stacks."""
-        return self.experts.enabled and bool(self.experts.dense_layers(self.num_layers))
+    def dense_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a dense MLP where others have experts; they are stored in a stack of their own."""
+        return self.experts.dense_layers(self.num_layers) if self.experts.enabled else ()
 
     @property
     def float8_weights(self) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ def offload_problems(
     """Yields one `key: rule; remedy` line for each reason why what such a run names cannot wait in host memory."""
     if offload.state_share and mesh.pipeline != 1:
         yield "offload.optimizer: the stages of a pipeline keep their state on the card; set none, or mesh.pipeline: 1"
-    if model.has_layers_of_two_kinds:
+    if model.dense_layers:
         if offload.state_share:
             yield "offload.optimizer: state in host memory needs layers of one kind, and some have no experts; set none"
         if offload.tiers.nvme_dir is not None:

@@ -65,10 +65,9 @@ def least_wire_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     owned = width * (layers_back + sum(ends_stored[name] for name in _ends(model) if name in trained)) / mesh["tensor"]
     # Bytes for each channel of a token that devices of `tensor` gather or scatter, in the layers, by embedding and head.
     passes, of_layers = work.forward_passes + work.backward_passes, 0.0
-    for alike in stacks(model).values():
+    for stack, alike in stacks(model).items():
         forward, backward = _bytes_per_channel(config, alike)
-        of_all = work.forward_passes * forward + work.backward_passes * backward
-        of_layers += work.layers_per_chunk * alike.num_layers / model.num_layers * of_all
+        of_layers += work.slots_of(stack) * (work.forward_passes * forward + work.backward_passes * backward)
     of_ends = width * (passes + 2 * work.heads * share_of_head(config, mesh))
     return (
         _sharded_bytes(config, others, shards)
@@ -167,7 +166,7 @@ def expert_bytes(config: Config, mesh: Mapping[str, int]) -> float:
     model, work = config.model, StageWork.of(config, mesh)
     if not model.experts.enabled:
         return 0.0
-    layers = work.layers_per_chunk * stacks(model)["layers"].num_layers / model.num_layers
+    layers = work.slots_of("layers")
     passes = (work.forward_passes + work.backward_passes) / 2
     sent = Dispatch.of(config, mesh).sent_numbers * DTYPE_BYTES[model.compute_dtype]
     return layers * passes * num_exchanges(config) * sent
@@ -186,8 +185,8 @@ def pipeline_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, float]:
     width, parts = DTYPE_BYTES[model.compute_dtype], num_parts("embed", mesh) * mesh["tensor"]
     p, others = work.stages, (work.stages - 1) / work.stages
     ends = width * sum(_ends(model).values()) / parts
-    of_all = sum(alike.num_layers * sum(layer_matrices(alike).values()) for alike in stacks(model).values())
-    layers = width * work.layers / model.num_layers * of_all / parts
+    held = sum(work.layers_of(stack) * sum(layer_matrices(alike).values()) for stack, alike in stacks(model).items())
+    layers = width * held / parts
     residual = width * config.rows_per_device(mesh) * residual_tokens(config, mesh) * model.embed_dim
     shared = config.parallel.pipeline_head == "shared"
     return {

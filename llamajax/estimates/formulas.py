@@ -28,8 +28,8 @@ STACKS = ("dense_layers", "layers")
 
 def stacks(model: ModelConfig) -> dict[str, ModelConfig]:
     """Returns for each stack of layers, by its name, the model with only such layers."""
-    dense = model.num_layers - model.experts.num_expert_layers(model.num_layers)
-    if not model.experts.enabled or not dense:
+    dense = len(model.dense_layers)
+    if not dense:
         return {"layers": model}
     alike = dataclasses.replace(model.experts, first_dense_layers=0, layer_step=1)
     return {
@@ -278,7 +278,7 @@ def state_in_host_memory(config: Config) -> frozenset[tuple[str, int]]:
 
 def state_shares(config: Config) -> list[float]:
     """Returns the values of `offload.optimizer` that differ in effect, from 0 to 1, as far as the run can have them."""
-    if config.model.has_layers_of_two_kinds:
+    if config.model.dense_layers:
         return [0.0]
     sizes = [size for _, size in _movable_state(config)]
     return [size / sum(sizes) for size in itertools.accumulate(sizes, initial=0)]
@@ -359,7 +359,7 @@ def stored_by_stage(model: ModelConfig, sizes: Mapping[str, int], mesh: Mapping[
     stage, or columns of all layers where the stages do not divide them; parts of embedding and head where they divide."""
     stages = mesh["pipeline"]
     divided = {
-        "layer": model.num_layers % stages == 0,
+        "layer": model.num_layers % stages == 0 and not model.dense_layers,
         "end": model.embed_dim % (stages * num_parts("embed", mesh)) == 0
         and model.vocab_size % num_parts("vocab", mesh) == 0,
     }
@@ -375,8 +375,13 @@ def stored_by_stage(model: ModelConfig, sizes: Mapping[str, int], mesh: Mapping[
 def held_by_stage(config: Config, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
     """Returns the numbers of each weight that a stage computes with, from those of all stages, by name: its own layers,
     embedding and head."""
-    own, of_all = StageWork.of(config, mesh).layers, config.model.num_layers
-    return {name: size * own // of_all if is_of_layers(name) else size for name, size in sizes.items()}
+    work, stacked = StageWork.of(config, mesh), stacks(config.model)
+
+    def held(name: str, size: int) -> int:
+        stack, _, _ = name.partition(".")
+        return size * work.layers_of(stack) // stacked[stack].num_layers if stack in stacked else size
+
+    return {name: held(name, size) for name, size in sizes.items()}
 
 
 def per_device(sizes: Mapping[str, float], shards: int) -> int:

@@ -3,11 +3,13 @@
 `llamajax.parallel.pipeline_schedule` runs these ticks. A mesh without a pipeline is one stage.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamajax.config.parallel import num_parts, splits_residual
 from llamajax.config.run import Config
+from llamajax.config.stages import layers_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,8 @@ class StageWork:
     """Layers of the model."""
     counts: tuple[int, ...] = ()
     """Layers of each stage, `mesh.stages`; empty: as evenly as possible."""
+    dense: tuple[int, ...] = ()
+    """See `ModelConfig.dense_layers`."""
 
     @staticmethod
     def of(config: Config, mesh: Mapping[str, int]) -> "StageWork":
@@ -32,14 +36,23 @@ class StageWork:
             micro_batches=config.train.grad_accum_steps,
             num_layers=config.model.num_layers,
             counts=config.mesh.stages,
+            dense=config.model.dense_layers,
         )
 
     @property
     def layers(self) -> int:
         """Returns the number of layers that a device holds; empty slots count."""
-        if self.counts:
-            return max(self.counts)
-        return -(-self.num_layers // (self.stages * self.chunks)) * self.chunks
+        return self.layers_of("layers") + self.layers_of("dense_layers")
+
+    def layers_of(self, stack: str) -> int:
+        """Returns the number of layers of one of the model's stacks that a device holds; empty slots count."""
+        return self.chunks * self.slots_of(stack)
+
+    def slots_of(self, stack: str) -> int:
+        """Returns the number of slots in a chunk for layers of one of the model's stacks, `layers` or `dense_layers`."""
+        table = layers_of_stages(self.num_layers, self.stages, self.chunks, self.counts, self.dense)
+        slots = zip(*itertools.chain(*table), strict=True)
+        return sum((max(layers) in self.dense) == (stack == "dense_layers") for layers in slots)
 
     @property
     def units(self) -> int:
@@ -100,7 +113,7 @@ class StageWork:
     def exchanges(self) -> int:
         """Returns how often a stage's layers change devices between the stored state and compute: never if a stage stores
         the layers of its only chunk; by columns of all layers otherwise, which even counts of layers reach first."""
-        even = self.num_layers % self.stages == 0
+        even = self.num_layers % self.stages == 0 and not self.dense
         return 0 if even and self.layers * self.stages == self.num_layers and self.chunks == 1 else 1 + even
 
 

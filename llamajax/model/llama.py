@@ -63,8 +63,8 @@ class LayerRun(NamedTuple):
 
 def _keys_of_layers(key: jax.Array, config: ModelConfig) -> tuple[jax.Array | None, jax.Array]:
     """Returns the keys of `Llama.dense_layers` and of `Llama.layers`."""
-    L, experts = config.num_layers, config.experts
-    keys, dense = jax.random.split(key, L), experts.dense_layers(L) if experts.enabled else ()
+    L = config.num_layers
+    keys, dense = jax.random.split(key, L), config.dense_layers
     if dense:
         return keys[np.array(dense)], keys[np.setdiff1d(np.arange(L), dense)]
     if L % num_stages() == 0 and num_stages() > 1:
@@ -163,7 +163,8 @@ class Llama(nnx.Module):
     def auxiliary(self) -> Mapping[str, float]:
         """See `Layer.auxiliary`."""
         layers: Any = self.layers
-        return (layers[0] if isinstance(layers, tuple) else layers).auxiliary
+        slots = layers if isinstance(layers, tuple) else (layers,)
+        return next((own.auxiliary for own in slots if own.auxiliary), {})
 
     def runs(self) -> list[LayerRun]:
         """Returns all layers in their order. Layers between two with experts form a unit with the second."""

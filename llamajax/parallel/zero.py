@@ -242,17 +242,22 @@ def _gathered(copy: Factor, *, frozen: bool = False) -> nnx.Param:
 
 
 def split_over(tree: Tree, further: tuple[str, ...]) -> Tree:
-    """Returns the weights split over further axes too, where they divide a device's part of them."""
-    sizes = jax.sharding.get_abstract_mesh().shape
+    """Returns the weights that are split over devices split over further axes too: a device's part along the same dim, or
+    along a later one where few experts leave nothing to split; unchanged where no dim divides."""
+    sizes, state = jax.sharding.get_abstract_mesh().shape, set(axes_of("embed"))
 
     def split(param: nnx.Param) -> nnx.Param:
         if isinstance(param[...], Quantized):
             return param  # its blocks stay whole
         entries = list(map(as_tuple, _partitions(param[...])))
-        for dim, axes in enumerate(entries):
-            parts = math.prod(sizes[axis] for axis in (*further, *axes))
-            if set(axes) & set(axes_of("embed")) and param.shape[dim] % parts == 0:
-                entries[dim] = (*axes, *further)  # innermost, so that a device's part is contiguous
+        for first in (dim for dim, axes in enumerate(entries) if state.intersection(axes)):
+            whole = (dim for dim in range(first + 1, len(entries)) if not entries[dim])
+            for dim in (first, *whole):
+                axes = *entries[dim], *further  # innermost, so that a device's part is contiguous
+                if param.shape[dim] % math.prod(sizes[axis] for axis in axes) == 0:
+                    entries[dim] = axes
+                    break
+            break
         return with_value(param, jax.reshard(param[...], P(*entries)))
 
     return jax.tree.map(split, tree, is_leaf=_is_weight)

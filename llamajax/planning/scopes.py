@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llamajax.config.parallel import num_parts
 from llamajax.config.run import Config
-from llamajax.estimates.formulas import computed_model, is_layer_matrix
+from llamajax.estimates.formulas import computed_model, expert_weights, is_layer_matrix, stacks
 from llamajax.estimates.formulas import weights as num_weights
 from llamajax.estimates.pipeline import StageWork
 from llamajax.planning.cost.network import collective_kind
@@ -88,10 +89,16 @@ class StageArrays:
         work, model = StageWork.of(config, mesh), computed_model(config.model, mesh)
         if work.stages == 1:
             return StageArrays()
-        counts, copies = num_weights(model), work.chunks / model.num_layers
-        matrices = {name: int(size * copies) for name, size in counts.items() if is_layer_matrix(name)}
-        matrices["embedding or head" if "head" in counts else "embedding"] = counts["embedding"]
-        whole = {size // mesh["tensor"]: name.replace(".", "/") for name, size in matrices.items()}
+        counts, experts = num_weights(model), expert_weights(model)
+        num_layers = {stack: alike.num_layers for stack, alike in stacks(model).items()}
+
+        def of_device(name: str) -> int:
+            stack, _, _ = name.partition(".")
+            parts = num_parts("experts", mesh) if name in experts else mesh["tensor"]
+            return counts[name] * work.chunks // num_layers[stack] // parts
+
+        whole = {of_device(name): name.replace(".", "/") for name in counts if is_layer_matrix(name)}
+        whole[counts["embedding"] // mesh["tensor"]] = "embedding or head" if "head" in counts else "embedding"
         return StageArrays(work.slots, whole)
 
 

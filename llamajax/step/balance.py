@@ -21,7 +21,7 @@ def with_statistics(model: Llama) -> Llama:
     if not config.experts.enabled:
         return model
     L = config.experts.num_expert_layers(config.num_layers)
-    by_stage = num_stages() > 1 and L % num_stages() == 0
+    by_stage = num_stages() > 1 and L % num_stages() == 0 and not config.dense_layers
     lies = spec("layers" if by_stage else None, None, None)
     zeros = jnp.zeros((L, len(STATISTICS), config.experts.num_experts), out_sharding=lies)
     changed = jax.tree.map(lambda weight: weight, model)

@@ -30,6 +30,7 @@ from llamajax.config.stages import EMPTY, layers_of_stages
 from llamajax.model import Llama
 from llamajax.model.attention import Rows
 from llamajax.model.decoder_layer import Activations, first_activations, stack_forms
+from llamajax.model.experts import Experts
 from llamajax.parallel.pipeline_schedule import PipelineSchedule, Unit
 from llamajax.parallel.sequence import in_order, laid_out
 from llamajax.parallel.sharding import spec
@@ -183,10 +184,12 @@ class _Stages:
             sizes = jax.sharding.get_abstract_mesh().shape
             parts = int(np.prod([sizes[axis] for axis in shared_axes(lies)]))
             targets = shared_ids(batch["targets"], parts, IGNORE)
+        config = model.config
+        table = layers_of_stages(config.num_layers, schedule.stages, schedule.chunks, counts, config.dense_layers)
         return _Stages(
             model=model,
             slots=tuple(layer.by_parts() for layer in used),
-            layers=np.array(layers_of_stages(model.config.num_layers, schedule.stages, schedule.chunks, counts)),
+            layers=np.array(table),
             schedule=schedule,
             stack=Stack.of(**forms),
             batch=batch,
@@ -382,9 +385,9 @@ class _Stages:
     def _of_units(self, slot: int, tick: jax.Array, d_weights: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns a slot's gradients without the statistics of experts (`llamajax.step.balance`) that a stage measured
         without a unit, or without a layer: a gradient of zero does not make them zero."""
-        if not self.model.config.experts.enabled:
-            return d_weights
         of_attention, (norm, mlp) = d_weights
+        if not isinstance(mlp, Experts) or mlp.statistics is None:
+            return d_weights
 
         def measured(stage: jax.Array, tick: jax.Array, own: jax.Array) -> jax.Array:
             unit = self.schedule.backward(tick, stage)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from llamajax.config.run import Config
-from llamajax.config.stages import layers_of_stages
+from llamajax.config.stages import EMPTY, layers_of_stages
 from llamajax.model import Llama
 from llamajax.parallel.float8 import E4M3
 from llamajax.parallel.stages import exchange, num_stages
@@ -44,7 +44,23 @@ def prepare(config: Config, model: Llama) -> Llama:
 def in_slots(model: Llama, chunks: int, dtype: DTypeLike, counts: Sequence[int] = ()) -> Llama:
     """Returns the weights as stored, with the layers in the slots of the stages of a pipeline; matrices in `dtype`. `counts`
     as for `layers_of_stages`."""
-    table = np.array(layers_of_stages(model.config.num_layers, num_stages(), chunks, counts))
+    config = model.config
+    table = np.array(layers_of_stages(config.num_layers, num_stages(), chunks, counts, config.dense_layers))
+    of_experts = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]
+    by_slot = dict[int, Any]()
+    for stack, layers in ((model.dense_layers, config.dense_layers), (model.layers, of_experts)):
+        own = [slot for slot in range(table.shape[2]) if table[:, :, slot].max() in layers]
+        # The index of each layer within its stack; the last one is that of an empty slot.
+        index = np.full(config.num_layers + 1, EMPTY)
+        index[list(layers)] = np.arange(len(layers))
+        by_slot |= zip(own, _stack_in_slots(stack, index[table[:, :, own]], dtype) if own else [], strict=True)
+    arranged = jax.tree.map(lambda weight: weight, model)
+    arranged.layers, arranged.dense_layers = nnx.data(tuple(by_slot[slot] for slot in sorted(by_slot))), nnx.data(None)
+    return arranged
+
+
+def _stack_in_slots(stack: Any, table: np.ndarray, dtype: DTypeLike) -> list[Any]:
+    """Returns the weights in each slot of `table`, which names layers of the stack."""
 
     def slots_of(param: nnx.Param) -> list[nnx.Param]:
         stored = param[...]
@@ -54,11 +70,9 @@ def in_slots(model: Llama, chunks: int, dtype: DTypeLike, counts: Sequence[int] 
         slots = zip(*(exchange(array, table) for array in arrays), strict=True)
         return [with_value(param, tree.unflatten(own)) for own in slots]
 
-    weights, tree = jax.tree.flatten(model.layers, is_leaf=lambda node: isinstance(node, nnx.Param))
+    weights, tree = jax.tree.flatten(stack, is_leaf=lambda node: isinstance(node, nnx.Param))
     slots = list(map(slots_of, weights))
-    arranged = jax.tree.map(lambda weight: weight, model)
-    arranged.layers = nnx.data(tuple(tree.unflatten(own[slot] for own in slots) for slot in range(table.shape[2])))
-    return arranged
+    return [tree.unflatten(own[slot] for own in slots) for slot in range(table.shape[2])]
 
 
 def whole(model: Llama) -> Llama:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from llamajax.config.run import Config
+from llamajax.config.stages import EMPTY
 from llamajax.model import Llama
 from llamajax.model.attention import Rows
 from llamajax.model.decoder_layer import Activations, first_activations, stack_forms
@@ -36,7 +37,7 @@ class Stage:
     config: Config
     """The run, with all forms chosen."""
     layers: tuple[int, ...]
-    """Indices of its layers."""
+    """Index of the layer in each slot; `EMPTY` where it has none."""
     is_first: bool
     """Whether it has the embedding."""
 
@@ -53,7 +54,7 @@ class Stage:
         x = self._embedded(weights.trained, ids) if came is None else came
         stack, rows, kept = self._stack(x), self._rows(weights.trained, ids), []
         with jax.named_scope("layers"):
-            for slot in range(len(self.layers)):
+            for slot in self._slots:
                 x, own = stack.layer(self._weights(stack, weights, slot), self._shared(rows, slot), x)
                 kept.append(own)
         return x, kept
@@ -77,8 +78,8 @@ class Stage:
         of_slots: Any = grads.layers
         layers = list(of_slots)
         with jax.named_scope("layers"):
-            for slot in reversed(range(len(self.layers))):
-                own_kept, dx = jax.lax.optimization_barrier((kept[slot], dx))
+            for slot, own_kept in reversed(list(zip(self._slots, kept, strict=True))):
+                own_kept, dx = jax.lax.optimization_barrier((own_kept, dx))
                 own, shared = self._weights(stack, weights, slot), self._shared(rows, slot)
                 d_weights, dx, _ = stack.layer_back(own, shared, own_kept, dx, ())
                 added = add_gradients(layers[slot].by_parts(), stack.ungrouped(d_weights))
@@ -110,6 +111,10 @@ class Stage:
         d_norm = add_gradients(grads.final_norm, d_norm)
         grads = with_attributes(grads, **{"final_norm": d_norm, name: add_gradients(getattr(grads, name), d_head)})
         return self.backward(weights, batch, index, kept, dy, (grads, jax.tree.map(jnp.add, sums, own)))
+
+    @property
+    def _slots(self) -> list[int]:
+        return [slot for slot, layer in enumerate(self.layers) if layer != EMPTY]
 
     def _embedded(self, model: Llama, ids: Batch) -> Activations:
         with jax.named_scope("embed"):

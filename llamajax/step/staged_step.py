@@ -18,7 +18,7 @@ from jax import P
 from jax.sharding import Mesh
 
 from llamajax.config.run import Config
-from llamajax.config.stages import EMPTY, layers_of_stages
+from llamajax.config.stages import layers_of_stages
 from llamajax.model import Llama
 from llamajax.parallel.arrays import concretise
 from llamajax.parallel.stage_meshes import (
@@ -153,7 +153,7 @@ def compile_staged(
     traced = jax.jit(partial(_begin, config)).trace(model)
     weights, total = concretise(traced.out_info)
     ends = jax.jit(partial(finish, config), donate_argnums=0).lower(state, total)
-    layers = [[layer for layer in slots if layer != EMPTY] for (slots,) in _table(config)]
+    layers = [slots for (slots,) in _table(config)]
     stages, activations = [], []
     for number, mesh in enumerate(meshes):
         stage = Stage(config, tuple(layers[number]), is_first=number == 0)
@@ -222,4 +222,5 @@ def _begin(config: Config, model: Llama) -> tuple[Weights, Total]:
 
 
 def _table(config: Config) -> list[list[list[int]]]:
-    return layers_of_stages(config.model.num_layers, len(config.mesh.stages), 1, config.mesh.stages)
+    counts, model = config.mesh.stages, config.model
+    return layers_of_stages(model.num_layers, len(counts), 1, counts, model.dense_layers)

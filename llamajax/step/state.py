@@ -106,12 +106,13 @@ def _copies(config: Config, model: Llama) -> Llama | None:
 
 def _split_further(config: Config, model: Llama) -> Llama:
     """Returns the weights split over `data` too, for `zero_data: 1`, and over the stages of a pipeline: layers by columns if
-    the stages do not divide their number, embedding and head in any case."""
+    the stages do not divide their number or they are of two kinds, embedding and head in any case."""
     data = DATA if config.parallel.zero_data == 1 else ()
     stages = (STAGE,) if num_stages() > 1 else ()
-    split, columns = jax.tree.map(lambda weight: weight, model), config.model.num_layers % num_stages() != 0
+    split = jax.tree.map(lambda weight: weight, model)
+    columns = stages if config.model.num_layers % num_stages() or config.model.dense_layers else ()
     # Layers exchange columns between stages first, and embedding and head are joined over `data` first: the innermost axis.
-    split.layers = split_over(split_over(split.layers, data), stages if columns else ())
+    split.layers, split.dense_layers = split_over(split_over((split.layers, split.dense_layers), data), columns)
     if axes_in(jax.typeof(split.embedding[...]).sharding.spec[1:]) != set(axes_of("embed")):
         stages = ()  # devices exchange parts of such a table when they gather it
     split.embedding = split_over(split_over(split.embedding, stages), data)

@@ -21,6 +21,7 @@ from llamajax.config.offload import ON_CARD
 from llamajax.config.parallel import AXES, PLAIN, DistributedConfig, MeshConfig, axes_of, num_parts, product
 from llamajax.config.quantized import LARGEST_BLOCK
 from llamajax.config.run import Config
+from llamajax.config.stages import leading
 from llamajax.config.watch import ProfileConfig
 from llamajax.errors import ConfigError
 
@@ -265,14 +266,15 @@ def _scaled_layers(config: Config, stages: int, scaled_stages: int) -> tuple[int
     """Returns the number of layers, and the chunks of each stage of a pipeline, if they are set: at most two layers in a
     chunk, and an empty slot where the configured stages have some."""
     chunks, layers, experts = config.parallel.pipeline_chunks, config.model.num_layers, config.model.experts
-    if stages == 1 and experts.dense_layers(layers) and experts.enabled:
-        return min(experts.first_dense_layers, 1) + 2 * _few(experts.layer_step, 2), chunks
+    before, step = (min(experts.first_dense_layers, 1), _few(experts.layer_step, 2)) if experts.enabled else (0, 1)
+    if stages == 1 and config.model.dense_layers:
+        return before + 2 * step, chunks
     if stages == 1:
         return _few(layers, 4), chunks
     own_chunks = None if chunks is None else _few(chunks, 2)
-    groups = stages * (chunks or 1)
-    of_chunk = _few(-(-layers // groups), 2)
-    return scaled_stages * (own_chunks or 1) * of_chunk - (layers % groups != 0), own_chunks
+    groups, shared = stages * (chunks or 1), layers - leading(config.model.dense_layers)
+    of_chunk = _few(-(-shared // groups), 2)
+    return before + step * (scaled_stages * (own_chunks or 1) * of_chunk - (shared % groups != 0)), own_chunks
 
 
 def _scaled_window(

@@ -30,16 +30,6 @@ LORA = {"adapters.kind": "lora", "init_from": "base"}
             LORA | {"adapters.targets": ("q",), "adapters.base": "nf4", "model.embed_dim": 512, "model.head_dim": 64},
             "adapters.base",
         ),
-        (
-            {
-                "model.experts.first_dense_layers": 1,
-                "mesh.pipeline": 2,
-                "mesh.expert": 2,
-                "train.grad_accum_steps": 4,
-                "parallel.zero": 1,
-            },
-            "mesh.pipeline",
-        ),
     ],
 )
 def test_what_experts_cannot_do_is_named(changes: dict[str, Any], key: str):

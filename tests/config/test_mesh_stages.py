@@ -12,6 +12,7 @@ STAGED = {"model.num_layers": 8, "mesh.pipeline": 2, "mesh.stages": (3, 5), "mes
 def test_layers_fill_the_stages_in_order():
     assert layers_of_stages(8, 2, 1, (3, 5)) == [[[0, 1, 2, -1, -1]], [[3, 4, 5, 6, 7]]]
     assert layers_of_stages(8, 2, 1) == layers_of_stages(8, 2, 1, (4, 4))
+    assert layers_of_stages(6, 2, 1, (2, 4), dense=(0, 1)) == [[[0, 1, -1, -1, -1, -1]], [[-1, -1, 2, 3, 4, 5]]]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,16 @@ def test_layers_fill_the_stages_in_order():
             "whole rounds of model.layer_types",
         ),
         ({"parallel.zero": 3}, "parallel.zero", "set 1"),
+        (
+            {"model.experts.num_experts": 8, "model.experts.first_dense_layers": 7},
+            "mesh.pipeline",
+            r"2 stages need as many layers, and model.num_layers=8 - 7 dense ones at the beginning",
+        ),
+        (
+            {"mesh.stages": (), "model.embed_dim": 36, "model.experts.num_experts": 8, "model.experts.layer_step": 2},
+            "model.embed_dim",
+            "stages of layers with and without experts",
+        ),
     ],
 )
 def test_a_broken_rule_is_one_line(changes, key, rule):

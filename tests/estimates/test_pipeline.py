@@ -65,6 +65,14 @@ def test_unequal_stages_take_as_many_layers_as_the_largest():
     assert dataclasses.replace(work, counts=(24, 24)).exchanges == 0
 
 
+def test_dense_layers_before_experts_take_a_slot_of_every_stage():
+    work = StageWork(stages=4, chunks=1, micro_batches=8, num_layers=28, dense=(0,))
+    assert (work.slots_of("dense_layers"), work.slots_of("layers"), work.layers) == (1, 7, 8)
+    assert work.exchanges == 1
+    alone = dataclasses.replace(work, stages=1)
+    assert (alone.slots_of("dense_layers"), alone.slots_of("layers")) == (1, 27)
+
+
 def test_a_pipeline_waits_for_a_stage_less_than_it_has():
     work = StageWork(stages=35, chunks=1, micro_batches=240, num_layers=105)
     assert work.bubble == pytest.approx((34 + 36) / 2 / 240)

@@ -85,6 +85,21 @@ def test_layers_fill_the_slots_in_order(num_layers, stages, chunks, layers):
     assert layers_of_stages(num_layers, stages, chunks) == layers
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "chunks", "dense", "layers"),
+    [
+        (5, 2, 1, [0], [[[0, 1, 2]], [[EMPTY, 3, 4]]]),
+        (4, 2, 1, [0], [[[0, 1, EMPTY]], [[EMPTY, 2, 3]]]),
+        (6, 2, 1, [0, 1], [[[0, 1, 2, 3]], [[EMPTY, EMPTY, 4, 5]]]),
+        (5, 2, 2, [0], [[[0, 1], [EMPTY, 3]], [[EMPTY, 2], [EMPTY, 4]]]),
+        (8, 2, 1, [0, 2, 4, 6], [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
+        (6, 2, 1, [0, 2, 4], [[[0, 1, 2, EMPTY]], [[EMPTY, 3, 4, 5]]]),
+    ],
+)
+def test_dense_layers_have_slots_of_their_own(num_layers, stages, chunks, dense, layers):
+    assert layers_of_stages(num_layers, stages, chunks, dense=dense) == layers
+
+
 def test_the_ends_of_405b_have_the_empty_slots():
     by_stage = layers_of_stages(126, 16, 1)
     assert [sum(layer != EMPTY for layer in stage[0]) for stage in by_stage] == [7, *[8] * 14, 7]

@@ -10,8 +10,12 @@ from flax import nnx
 
 from llamajax.config.parallel import MeshConfig
 from llamajax.parallel import mesh
-from llamajax.parallel.sharding import spec
+from llamajax.parallel.sharding import as_tuple, spec
 from llamajax.parallel.zero import DATA, gathered, no_gradient, scaled, split_over, token_axes, weight, whole_over_data
+
+
+def ones(shape: tuple[int, ...], dtype: str, out_sharding: jax.P) -> jax.Array:
+    return jnp.ones(shape, dtype, out_sharding=out_sharding)
 
 
 class Parts(nnx.Module):
@@ -97,6 +101,28 @@ def test_what_is_split_over_data_too_comes_back_and_waits_for_its_gradient():
     (gradient,) = jax.jit(back)(jax.tree.map(ones, waiting))
     assert jax.typeof(gradient.matrix[...]) == jax.typeof(split.matrix[...])
     np.testing.assert_array_equal(gradient.matrix[...], np.full((8, 8), 2))  # one of each device along data
+
+
+@pytest.mark.parametrize(
+    ("shape", "entries"),
+    [
+        ((8, 6, 4), (("fsdp", "data"), None, None)),
+        ((4, 6, 4), ("fsdp", "data", None)),  # a matrix of each expert, as many experts as shards
+        ((4, 3, 4), ("fsdp", None, "data")),
+        ((4, 3, 5), ("fsdp", None, None)),
+    ],
+)
+def test_a_later_dim_is_split_where_experts_are_too_few(shape, entries):
+    jax.set_mesh(mesh.make_mesh(MeshConfig(data=2, fsdp=4)))
+    own = jax.jit(
+        lambda: weight(shape, "float32", stored=("expert_shards", None, None), compute=("experts", None, None), init=ones)
+    )()
+    split = jax.jit(partial(split_over, further=DATA))(own)
+    kept = [
+        tuple(axis for axis in as_tuple(entry) if axis in ("data", "fsdp")) for entry in jax.typeof(split[...]).sharding.spec
+    ]
+    assert kept == [as_tuple(entry) for entry in entries]
+    np.testing.assert_array_equal(split[...], own[...])
 
 
 @pytest.mark.parametrize("late", [True, False])

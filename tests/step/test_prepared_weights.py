@@ -1,12 +1,15 @@
 """Weights that are whole for a step, gradients that wait for its end, and no others."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from llamajax.config.parallel import MeshConfig
+from llamajax.model import Llama
 from llamajax.parallel.arrays import named_arrays
 from llamajax.parallel.mesh import make_mesh
-from llamajax.step.prepared_weights import copies, prepare
+from llamajax.step.prepared_weights import copies, in_slots, prepare
 from llamajax.step.state import init_state
 from tests.tiny import tiny_config
 
@@ -61,6 +64,40 @@ def test_each_layer_of_a_stage_has_a_scale_of_its_own(chunks):
     config = tiny_config().changed(mesh | order | {"model.num_layers": 4, "model.matmul_dtype": "float8"})
     made = jax.eval_shape(lambda: copies(config, prepare(config, init_state(config).model)))
     assert made.layers[0].mlp.w_down[...].scale.shape == ((2, 2) if chunks == 2 else (2,))
+
+
+def test_stages_get_layers_of_both_kinds_and_return_their_gradients():
+    """Five layers of two stages: a dense one and two with experts, and two with experts."""
+    jax.set_mesh(make_mesh(MeshConfig(pipeline=2, fsdp=2, expert=2)))
+    changes = {"model.num_layers": 5, "model.experts.num_experts": 4, "model.experts.first_dense_layers": 1}
+    mesh = {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.expert": 2, "parallel.zero": 1, "train.grad_accum_steps": 2}
+    config = tiny_config().changed(mesh | changes)
+    model = jax.jit(init_state, static_argnums=0)(config).model
+
+    def total(model: Llama) -> tuple[jax.Array, Llama]:
+        made = in_slots(model, 1, "float32")
+        return sum(map(jnp.sum, jax.tree.leaves(made)), jnp.zeros(())), made
+
+    gradients, made = jax.jit(jax.grad(total, has_aux=True))(model)
+    assert made.dense_layers is None
+    dense, first, second = made.layers
+    held = {
+        "dense": (dense, model.dense_layers, [0, None]),
+        "1, 3": (first, model.layers, [0, 2]),
+        "2, 4": (second, model.layers, [1, 3]),
+    }
+    for slot, (own, stack, indices) in held.items():
+        found, stored = named_arrays(own), named_arrays(stack)
+        assert found.keys() == stored.keys(), slot
+        for name, array in found.items():
+            for stage, index in enumerate(indices):
+                if index is not None:
+                    own_layer = np.asarray(stored[name])[index]
+                    np.testing.assert_array_equal(np.asarray(array)[stage], own_layer, err_msg=f"{slot} {name}")
+    for name, gradient in named_arrays(gradients).items():
+        # The empty slot of the second stage has the dense layer's weights too; a pipeline gives these no gradient.
+        times = 2 if name.startswith("dense_layers") else 1
+        np.testing.assert_array_equal(gradient, np.full(gradient.shape, times), err_msg=name)
 
 
 @pytest.mark.parametrize("zero_data", [0, 1])

@@ -98,6 +98,30 @@ CASES = [
         {"parallel.grad_reduce": "step", "train.grad_accum_steps": 2},
         "long",
     ),
+    (
+        "first dense",
+        {"pipeline": 2, "expert": 2, "fsdp": 2},
+        {"parallel.zero": 1, "train.grad_accum_steps": 4} | TURNS,
+        "slow",
+    ),
+    (
+        "every other",
+        {"pipeline": 2, "expert": 2, "tensor": 2},
+        {"parallel.zero": 1, "train.grad_accum_steps": 4, "model.remat": "full"} | SLOTS,
+        "long",
+    ),
+    (
+        "first dense",
+        {"pipeline": 2, "expert": 2, "data": 2},
+        {
+            "parallel.zero": 1,
+            "train.grad_accum_steps": 4,
+            "parallel.pipeline": "interleaved",
+            "parallel.pipeline_chunks": 2,
+            "model.num_layers": 5,
+        },
+        "long",
+    ),
 ]
 
 
@@ -120,8 +144,8 @@ def check(kind: str, axes: dict[str, int], forms: dict[str, Any]) -> None:
     sizes: dict[str, Any] = {**axes}
     config, mesh = config_of(kind), make_mesh(MeshConfig(**sizes))
     # The balance loss of "fine" counts the choices of a micro-batch.
-    own = {key: forms[key] for key in ("train.grad_accum_steps",) if kind == "fine" and key in forms}
-    expected = reference(config.changed(own))
+    of_model = "model.num_layers", *(["train.grad_accum_steps"] if kind == "fine" else [])
+    expected = reference(config.changed({key: forms[key] for key in of_model if key in forms}))
     placed = placed_on(config, axes, forms)
     for step, (ours, theirs) in enumerate(zip(run_steps(placed, mesh), expected, strict=True)):
         assert ours.keys() == theirs.keys()
@@ -133,7 +157,7 @@ def check(kind: str, axes: dict[str, int], forms: dict[str, Any]) -> None:
 
 def config_of(kind: str) -> Config:
     own = {f"model.experts.{name}": x for name, x in KINDS[kind].items()}
-    return tiny_config().changed(ROUNDED | own | {"model.num_layers": 4 if kind == "every other" else 2})
+    return tiny_config().changed(ROUNDED | own | {"model.num_layers": {"first dense": 3, "every other": 4}.get(kind, 2)})
 
 
 def placed_on(config: Config, axes: dict[str, int], forms: dict[str, Any]) -> Config:

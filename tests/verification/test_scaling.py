@@ -277,6 +277,17 @@ def test_groups_and_layers_without_experts_stay():
         assert not list(small.broken_rules())
 
 
+@pytest.mark.parametrize(("first", "step", "num_layers"), [(3, 1, 61), (0, 2, 32), (1, 2, 33)])
+def test_a_pipeline_keeps_layers_without_experts(first, step, num_layers):
+    axes = mesh(fsdp=2, expert=8) | {"pipeline": 4}
+    experts = ExpertsConfig(num_experts=64, top_k=8, first_dense_layers=first, layer_step=step)
+    model = dataclasses.replace(MODEL, num_layers=num_layers, experts=experts)
+    config = large(axes, model, parallel__zero=1, train__grad_accum_steps=8)
+    small = scale_down(config, axes, scaled_axes(axes))
+    assert (small.model.experts.first_dense_layers, small.model.experts.layer_step) == (min(first, 1), step)
+    assert small.mesh.pipeline > 1
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_can_be_scaled_down(path):
     config = load_config(path).in_largest_steps()  # as `verify` does

@@ -78,8 +78,15 @@ def planned_flops(run: ResolvedRun) -> ExecutedFlops:
     # Without recomputation, the forward pass has two FLOPs per parameter; and two products of attention's seven, or of nine
     # in all kernels.
     forward = 2.0 * (num_matmul_params(model) - table + of_adapters) + attention * 2 / (7 + again_forward)
-    run_each = work.stages * work.layers_per_chunk / (L * work.micro_batches)
-    executed = run_each * (work.forward_passes * forward + work.backward_passes * (of_layers - forward))
+    executed, of_passes = 0.0, 2 / (7 + again_forward)
+    for stack, alike in stacks(model).items():
+        # Layers of all stacks attend alike; their products with weights differ.
+        size = alike.num_layers * sum(active_matrices(alike).values())
+        by_layer, by_weight = alike.num_layers / L, size / (num_matmul_params(model) - table)
+        own_forward = by_weight * (forward - attention * of_passes) + by_layer * attention * of_passes
+        own = by_weight * (of_layers - attention) + by_layer * attention
+        passes_of = work.forward_passes * own_forward + work.backward_passes * (own - own_forward)
+        executed += work.stages * work.slots_of(stack) / (alike.num_layers * work.micro_batches) * passes_of
     heads_run = work.stages * work.heads / work.micro_batches * share_of_head(config, run.mesh)
     logits_again = 2.0 * table if config.objective.kind not in ("next_token", "reward") else 0.0
     return ExecutedFlops(
