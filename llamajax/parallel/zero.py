@@ -250,14 +250,13 @@ def split_over(tree: Tree, further: tuple[str, ...]) -> Tree:
         if isinstance(param[...], Quantized):
             return param  # its blocks stay whole
         entries = list(map(as_tuple, _partitions(param[...])))
-        for first in (dim for dim, axes in enumerate(entries) if state.intersection(axes)):
-            whole = (dim for dim in range(first + 1, len(entries)) if not entries[dim])
-            for dim in (first, *whole):
-                axes = *entries[dim], *further  # innermost, so that a device's part is contiguous
-                if param.shape[dim] % math.prod(sizes[axis] for axis in axes) == 0:
-                    entries[dim] = axes
-                    break
-            break
+        of_state = [dim for dim, axes in enumerate(entries) if state.intersection(axes)]
+        later = [dim for dim, axes in enumerate(entries) if of_state and dim > of_state[0] and not axes]
+        for dim in (*of_state, *later):
+            axes = *entries[dim], *further  # innermost, so that a device's part is contiguous
+            if param.shape[dim] % math.prod(sizes[axis] for axis in axes) == 0:
+                entries[dim] = axes
+                break
         return with_value(param, jax.reshard(param[...], P(*entries)))
 
     return jax.tree.map(split, tree, is_leaf=_is_weight)
