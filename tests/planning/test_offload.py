@@ -85,7 +85,7 @@ def copies_within_host_memory(schedule: Schedule) -> list[str]:
 FRACTIONS = [
     pytest.param(0.0, "prefetch", marks=pytest.mark.long),
     pytest.param(0.25, "prefetch", marks=pytest.mark.long),
-    pytest.param(0.5, "prefetch"),
+    pytest.param(0.5, "prefetch", marks=pytest.mark.slow),
     pytest.param(1.0, "prefetch", marks=pytest.mark.long),
     pytest.param(0.5, "unrolled", marks=pytest.mark.long),
 ]

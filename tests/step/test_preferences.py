@@ -80,7 +80,7 @@ def reference(kind: str) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize(
     ("kind", "mesh", "changes"),
     [
-        ("base", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2, "parallel.sequence": "ring"}),
+        slow("base", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"train.grad_accum_steps": 2, "parallel.sequence": "ring"}),
         slow("cached", {"fsdp": 4, "sequence": 2}, {"parallel.sequence": "ring", "train.grad_accum_steps": 2}),
         long("orpo", {"data": 2, "tensor": 4}, {"parallel.tensor": "ring", "train.grad_accum_steps": 4}),
         long("kto", {"fsdp": 2, "sequence": 2, "tensor": 2}, {"parallel.stack": "prefetch", "train.grad_accum_steps": 2}),

@@ -46,7 +46,7 @@ FORMS: dict[str, list[Any]] = {
     "model.remat": ["none", "full", "save_attention", "save_attention_qkv", "save_attention_qkv_mlp"],
 }
 CASES = [
-    ("fine", {"expert": 4, "fsdp": 2}, {"parallel.stack": "prefetch", "model.remat": "full"} | TURNS | SLOTS, ""),
+    ("fine", {"expert": 4, "fsdp": 2}, {"parallel.stack": "prefetch", "model.remat": "full"} | TURNS | SLOTS, "slow"),
     (
         "narrow",
         {"expert": 2, "fsdp": 2, "tensor": 2},
