@@ -45,8 +45,13 @@ def layers_of_stages(
 
 
 def leading(dense: Sequence[int]) -> int:
-    """Returns the number of dense layers at the beginning of a model; `dense` as for `layers_of_stages`."""
-    return sum(layer == number for number, layer in enumerate(dense))
+    """Returns the number of dense layers at the beginning of a model, without those of the round that its layers repeat;
+    `dense` as for `layers_of_stages`."""
+
+    def in_a_row(first: int) -> int:
+        return sum(layer == number for number, layer in enumerate((own for own in dense if own >= first), first))
+
+    return in_a_row(0) - in_a_row(in_a_row(0) + 1)
 
 
 def _in_slots(groups: Sequence[Sequence[int]], dense: Sequence[int]) -> list[list[int]]:

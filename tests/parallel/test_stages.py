@@ -94,6 +94,8 @@ def test_layers_fill_the_slots_in_order(num_layers, stages, chunks, layers):
         (5, 2, 2, [0], [[[0, 1], [EMPTY, 3]], [[EMPTY, 2], [EMPTY, 4]]]),
         (8, 2, 1, [0, 2, 4, 6], [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
         (6, 2, 1, [0, 2, 4], [[[0, 1, 2, EMPTY]], [[EMPTY, 3, 4, 5]]]),
+        (6, 2, 1, [0, 1, 3, 4], [[[0, 1, 2]], [[3, 4, 5]]]),
+        (7, 2, 1, [0, 1, 2, 4, 5], [[[0, 1, 2, 3]], [[4, 5, EMPTY, 6]]]),
     ],
 )
 def test_dense_layers_have_slots_of_their_own(num_layers, stages, chunks, dense, layers):
